@@ -287,10 +287,17 @@ def test_the_way_of_an_order_is_short():
         "orders",
         "tensors",
         "forwards",
-        "sharing",
+        "checks/blocks",
+        "checks/calls",
+        "checks/forwards_noted",
+        "checks/requests",
+        "checks/sharing",
+        "checks/trials",
+        "checks/untouched",
         "stack",
         "runs",
         "entries",
+        "torch_private",
     )
     assert files == {f"core/{name}.py" for name in names}
 
@@ -388,19 +395,6 @@ def test_images_at_once_are_those_whose_state_the_cache_holds(kept_bytes, sizes,
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "sizes"), [(1 << 20, [10]), (5, [5, 5]), (4.9, [4, 4, 2]), (0.1, [4, 4, 2])]
-)
-def test_along_one_order_an_image_stands_for_its_state(kept_bytes, sizes, monkeypatch):
-    """As above, with `kept_bytes` in images; nothing is run."""
-    batch = images(10)
-    monkeypatch.setattr(
-        "layershuffle.core.forwards._CACHED_BYTES", int(kept_bytes * batch[0].nbytes)
-    )
-    size = images_at_once(VIT.wrapped(), batch, forward=pytest.fail, one_order=True)
-    assert [*map(len, batch.split(size))] == sizes
-
-
-@pytest.mark.parametrize(
     ("what", "forwards"),
     [
         ({"orders": ["3,0,2"]}, 1),
@@ -426,7 +420,7 @@ def test_blocks_of_a_common_beginning_run_once():
             block.register_forward_hook(lambda *_: runs.append(1))
         list(forward_many(model, images(1), swept))
     assert block_runs(swept) == 7
-    assert len(runs) == 19 + 7  # those of the trial, and ours
+    assert len(runs) == 7  # the trial has left no trace
 
 
 def test_no_more_states_are_kept_than_the_next_order_shares():

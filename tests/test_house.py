@@ -260,6 +260,7 @@ def test_no_two_files_define_one_name() -> None:
 
 # Modules that may catch everything once, or print, and why.
 CATCH_ALL = {
+    "core.checks.trials": "a trial may end in any error of a model, which is the reason said",
     "models.onnx_models": "what ONNX Runtime raises has no class of its own",
     "gateway.hosts.health": "an answer to a canary may be anything, and the watch goes on",
     "gateway.hosts.service": "a watch that breaks is logged and begins anew",
@@ -302,6 +303,7 @@ GLOBAL_GENERATORS = {
     ("training.state", "set_seed"): "dropout draws globally; a run owns the process it trains in",
     ("training.checkpoints", "torch.set_rng_state"): "a resumed run draws what it would have",
     ("training.checkpoints", "torch.cuda.set_rng_state"): "as above",
+    ("core.checks.untouched", "random.setstate"): "puts the state back after a trial",
     ("data.transforms", "random.seed"): "timm's augmentations draw globally; states are put back",
     ("data.transforms", "np.random.seed"): "as above",
     ("data.transforms", "torch.set_rng_state"): "as above",

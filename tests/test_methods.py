@@ -269,10 +269,11 @@ def test_a_model_without_orders_per_sample_trains_group_by_group(
     method: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refusing(
-        model: nn.Module, order: Any, *, exit_after: int | None = None
+        model: nn.Module, order: Any, *, exit_after: int | None = None, logits: Any = None
     ) -> AbstractContextManager[Any]:
         if exit_after is not None or not isinstance(order, ls.ExecutionOrder):
             raise StackError("This model mixes the samples of a batch")
+        del logits
         return ls.running(model, order)
 
     monkeypatch.setattr(losses, "running", refusing)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import queue
 import threading
 from contextvars import ContextVar
 from typing import Any
@@ -436,20 +437,24 @@ def test_an_error_before_the_blocks_is_the_callers() -> None:
 def test_a_trial_waits_for_that_of_another_thread() -> None:
     """Two at a time would take each other's modes for those to come back to."""
     model = own(TrainedWithPatches).train()
-    threads: list[threading.Thread] = []
+    # Not a list, which the trial would put back.
+    threads: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    begun = threading.Event()
 
     def run() -> None:
         with torch.no_grad(), ls.running(model, EACH):
             model(images(3))
 
     def once(*_: object) -> None:
-        if not threads:
-            threads.append(threading.Thread(target=run))
-            threads[0].start()
+        if not begun.is_set():
+            begun.set()
+            thread = threading.Thread(target=run)
+            threads.put(thread)
+            thread.start()
 
     model.patches.register_forward_hook(once)
     run()
-    threads[0].join()
+    threads.get().join()
     assert all(module.training for module in model.modules())
 
 

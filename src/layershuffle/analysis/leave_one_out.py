@@ -25,9 +25,9 @@ from layershuffle.analysis.position_table import (
 )
 from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import Batch, Subject
+from layershuffle.core.checks.trials import forget
 from layershuffle.core.forwards import block_runs, run_many
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.sharing import forget
 from layershuffle.core.stack import stack_of
 
 _SHARE = 0.25  # an order costs depth (depth + 1) / 2 block runs here, but `depth` in other analyses

@@ -104,7 +104,7 @@ class Subject:
 
     def logits(self, images: Tensor) -> Tensor:
         """Logits `[n, classes]`."""
-        return logits_of(self.model(images))
+        return logits_of(self.model(images), self.model)
 
     def run(
         self, images: Tensor, order: ExecutionOrder | Sequence[ExecutionOrder], *hooks: BlockHook

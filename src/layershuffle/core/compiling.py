@@ -22,6 +22,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from layershuffle.core.stack import blocks_of
+from layershuffle.core.torch_private import (
+    backend_named,
+    compile_errors,
+    compiling_is_off,
+    graph_limits,
+    undo_compile,
+)
 
 T = TypeVar("T")
 _log = logging.getLogger("layershuffle")
@@ -55,9 +62,7 @@ class BlockCompiler:
         """Compile the blocks of `model` when they first run. Its `state_dict` does not change."""
         if not self.on:
             return
-        from torch._dynamo import config
-
-        if config.disable:
+        if compiling_is_off():
             self.give_up(OFF)  # compile() would succeed and silently do nothing
             return
         self._models.append(model)
@@ -69,9 +74,7 @@ class BlockCompiler:
             self.give_up(error)
 
     def _compile(self, graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        from torch._dynamo import lookup_backend
-
-        compiled: Callable[..., Any] = lookup_backend(self._backend_name)(graph, list(inputs))
+        compiled: Callable[..., Any] = backend_named(self._backend_name)(graph, list(inputs))
         # Counted here, because the whole process shares dynamo's own counters.
         self.graphs += 1
         return compiled
@@ -85,13 +88,7 @@ class BlockCompiler:
         if not self.on:
             yield
             return
-        from torch._dynamo import config
-
-        with config.patch(
-            recompile_limit=_LIMIT,
-            accumulated_recompile_limit=8 * _LIMIT,
-            fail_on_recompile_limit_hit=True,
-        ):
+        with graph_limits(_LIMIT):
             yield
 
     @contextmanager
@@ -113,11 +110,9 @@ class BlockCompiler:
         """The result of `work`; in eager mode, with a warning, if a block cannot be compiled."""
         if not self.on:
             return work()
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
         try:
             return work()
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        except compile_errors() as error:
             self.give_up(error)
         return work()
 
@@ -135,7 +130,7 @@ class BlockCompiler:
         self.reason = why if isinstance(why, str) else _first_line(why)
         for model in self._models:
             for block in blocks_of(model):
-                vars(block).pop("_compiled_call_impl", None)  # what nn.Module.compile sets
+                undo_compile(block)
         _log.warning(
             "The blocks are NOT compiled and run in eager mode, which is slower: %s", self.reason
         )

@@ -17,18 +17,29 @@ permutation stays the same from version to version. A draw for 12 blocks takes a
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator, Sequence
+from typing import SupportsIndex
+
+from layershuffle.ground.errors import UsageError
 
 _WORDS_PER_BLOCK = 4
 _WORD_RANGE = 1 << 64
 
 
 class Stream:
-    """The random words of one (seed, step, micro_batch, rank); see the module docstring."""
+    """The random words of one (seed, step, micro_batch, rank); see the module docstring.
+
+    Raises `UsageError` for a number that is not an integer.
+    """
 
     def __init__(self, seed: int, step: int, *, micro_batch: int = 0, rank: int = 0) -> None:
+        numbers = {"seed": seed, "step": step, "micro_batch": micro_batch, "rank": rank}
+        whole = {name: whole_number(name, number) for name, number in numbers.items()}
+        self.step = whole["step"]
+        self.micro_batch = whole["micro_batch"]
         # Text, not packed integers: it allows seeds of any size and is easy to build everywhere.
-        name = f"{seed},{step},{micro_batch},{rank}".encode("ascii")
+        name = ",".join(map(str, whole.values())).encode("ascii")
         self._words = _words(hashlib.sha256(b"layershuffle.draws.v1:" + name).digest())
 
     def below(self, n: int) -> int:
@@ -49,6 +60,23 @@ class Stream:
             j = self.below(i + 1)
             out[i], out[j] = out[j], out[i]
         return tuple(out)
+
+
+def whole_number(name: str, number: object) -> int:
+    """`number` as an integer of Python; those of numpy and torch count, too.
+
+    Raises `UsageError` for all else, and for a bool.
+    """
+    if isinstance(number, SupportsIndex) and not isinstance(number, bool):
+        try:
+            return operator.index(number)
+        except TypeError:  # a tensor of a float
+            pass
+    raise UsageError(
+        f"{name} must be an integer, got {number!r}: another number would draw other orders than "
+        "a machine that counts in integers",
+        hint=f"{name}=int({name})",
+    )
 
 
 def _words(key: bytes) -> Iterator[int]:

@@ -19,11 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from layershuffle.core.checks.blocks import (
+    Replays,
+    changed_shape,
+    missing_exit,
+    missing_state,
+    missing_version,
+    other_count,
+    refused_part,
+    refused_value,
+)
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import Run, in_backward
 from layershuffle.core.tensors import mapped, state_of, tensor_of, to_device
-from layershuffle.ground.errors import StackError, UsageError
 
 Call = Callable[..., Any]
 """Called as a block is: the state, then whatever else the backbone passes to its blocks."""
@@ -54,11 +63,7 @@ class Entry:
         if not args:  # as in block(x=x)
             name = next(iter(inspect.signature(self._module.forward).parameters), "")
             if name not in kwargs:
-                raise StackError(
-                    f"A {self._module.__class__.__name__} was called without its first argument "
-                    f"{name!r}, the state",
-                    hint="pass the state as the first argument, or by that name",
-                )
+                raise missing_state(self._module, name)
             args = (kwargs.pop(name),)
         return self._call(*args, **kwargs)
 
@@ -94,14 +99,7 @@ class Entry:
         self._refuse()
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
-        # As in `for attention, mlp in self.layers`: the backbone adds each part's output itself.
-        raise StackError(
-            f"The backbone takes the parts out of its blocks ({self._module.__class__.__name__}) "
-            "and runs them itself, so hooks around a block, rounds and an order per sample are "
-            "impossible",
-            hint="make a module of each group of parts, with their residual sums in its forward; "
-            "one order for the whole batch, and evaluate(), work without a change",
-        )
+        raise refused_part(self._module)
 
 
 def placed(block: nn.Module, step: Step, *, run: Run) -> Call:
@@ -164,27 +162,20 @@ def along(
 
     def entry(position: int, block: int, version: int) -> Entry:
         call = placed(blocks[block], Step(position, block), run=run)
-        first_run: list[bool] = []  # whether it had a graph
+        replays = Replays()
 
         def enter(state: Any, *args: Any, **kwargs: Any) -> Any:
             # If the backbone checkpoints, the same entry runs again in the backward pass, when
             # `states` must still be those of the forward.
-            replayed, graph = bool(first_run), torch.is_grad_enabled()
-            if not replayed:
-                first_run.append(graph)
-                if position in read_later:
-                    # A copy, because a backbone may write into the state between its blocks.
-                    states[position] = tensor_of(state).clone()
+            if not replays.begun and position in read_later:
+                # A copy, because a backbone may write into the state between its blocks.
+                states[position] = tensor_of(state).clone()
+            replays.refuse_reentrant("a block off from an older state", cut=version != position)
             if shared is not None and position < shared.reused:
                 return shared.outputs[position]
             if version == position:
                 out = call(state, *args, **kwargs)
             else:
-                if replayed and graph and not first_run[0]:
-                    raise StackError(
-                        "Reentrant gradient checkpointing cuts a block off from an older state",
-                        hint="checkpoint with use_reentrant=False",
-                    )
                 out = _older(call, state, states=states, version=version, others=(args, kwargs))
             if shared is not None and position < shared.kept:
                 shared.outputs.append(out)
@@ -200,20 +191,13 @@ def _older(
 ) -> Any:
     """`state` plus what a block adds to version `version` of it, in the form of its output."""
     if version not in states:
-        raise StackError(
-            f"A step reads version {version} of the state, which the backbone has not computed yet",
-            hint="iterate over the stack (for block in self.blocks) in its forward",
-        )
+        raise missing_version(version)
     read = states[version]
     # Other steps still have to read it, and a block may write into its input.
     out = call(read.clone(), *others[0], **others[1])
     added = state_of(out)
     if added.shape != read.shape:
-        raise StackError(
-            f"A block made a state of shape {tuple(added.shape)} from {tuple(read.shape)}, so what "
-            "it adds to an older state cannot be added to the newest one",
-            hint="give an order in which every step reads the newest version",
-        )
+        raise changed_shape(added, read)
     after = tensor_of(state) + (added - read)
     return after if isinstance(out, Tensor) else type(out)((after, *out[1:]))
 
@@ -275,14 +259,16 @@ def grouped(
         older = {version for several in moves.values() for _, version in several} - {position}
         inputs, outputs = axes.at(position)
         rows = [*groups.values()]
+        reads_others = bool(older) or leaving is not None
+        replays = Replays()
 
         def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+            replays.refuse_reentrant(
+                "the state of an exit, or an older one, off from its blocks", cut=reads_others
+            )
             samples = tensor_of(state).shape[axis]
             if samples != len(orders):
-                raise UsageError(
-                    f"{len(orders)} orders were given for a batch of {samples} samples",
-                    hint="give one order per sample, or a single order for the whole batch",
-                )
+                raise other_count(orders, samples)
             if position in read_later:
                 states.setdefault(position, state.clone())
             parts = {version: _split(states[version], rows, axis) for version in older}
@@ -356,11 +342,7 @@ class _Exit:
     def state(self, count: int) -> Tensor:
         """The state of `rows` after `count` of the last blocks."""
         if count >= len(self._states):
-            raise StackError(
-                "The backbone runs a later entry of its stack before an earlier one, so a state "
-                "cannot leave early",
-                hint="iterate over the stack (for block in self.blocks) in its forward",
-            )
+            raise missing_exit()
         return self._states[count]
 
     def answer(self, final: Tensor, axis: int) -> Tensor:
@@ -428,9 +410,5 @@ def _beside(
         elif len(several) == 1 or all(value is None for value in several):
             values.append(several[0])
         else:
-            raise StackError(
-                f"The blocks return a {type(several[0]).__name__} beside the state, which cannot "
-                "be combined from samples with different orders",
-                hint="use one order for the whole batch",
-            )
+            raise refused_value(several[0])
     return type(form)((state, *values))

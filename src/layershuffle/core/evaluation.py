@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layershuffle.core.checks.outputs import refuse_answers
+from layershuffle.core.checks.trials import forget
 from layershuffle.core.forwards import images_at_once, run_many
 from layershuffle.core.orders import ExecutionOrder, check_ends, checked_fixed, order_of
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
-from layershuffle.core.sharing import forget
 from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of
-from layershuffle.core.tensors import logits_of
+from layershuffle.core.tensors import Logits, logits_of
 from layershuffle.ground.errors import DataError, UsageError
 
 Draw = Literal["pass", "batch"]
@@ -146,6 +148,7 @@ def evaluate(
     draw: Draw = "pass",
     stop: float | None = None,
     fixed: tuple[int, int] | None = None,
+    logits: Logits | None = None,
     on_images: Callable[[int], object] | None = None,
 ) -> list[Score]:
     """The scores of all `orders`, then of every mode and draw, from one pass over `batches`.
@@ -160,10 +163,15 @@ def evaluate(
     stop=0.98)[0].blocks`. All blocks run all the same, so this saves no time here.
     `fixed`: the ends that all orders keep, the first and last blocks of the model; by default those
     with which it was trained. An image that stops passes through the last ones before its answer.
+    `logits` takes the logits `[n, classes]` out of what the model returns, where that is neither
+    such a tensor nor an object with `logits`: `evaluate(model, batches, modes="arbitrary",
+    logits=lambda output: output[0])`.
     `on_images` is called after every part of a batch with the number of images that were scored.
     The train or eval mode of every module is restored. Raises `UsageError` for a model without a
-    classifier, for a mode or an order that does not fit the depth or moves the ends, and for a
-    `stop` outside (0, 1], `DataError` if there is no image, and for labels that are no classes.
+    classifier or with another output, for a mode or an order that does not fit the depth or moves
+    the ends, and for a `stop` outside (0, 1], `StackError` for rounds in a backbone that does more
+    between its blocks than pass the state on, `DataError` if there is no image, and for labels that
+    are no classes.
     """
     check_classifier(model)
     _check_stop(stop)
@@ -186,7 +194,15 @@ def evaluate(
                     column.batch_orders.append(
                         policy.draw(depth, seed=seed, step=number, micro_batch=index)
                     )
-            _score_batch(model, batch, columns=columns, stop=stop, fixed=fixed, on_images=on_images)
+            _score_batch(
+                model,
+                batch,
+                columns=columns,
+                stop=stop,
+                fixed=fixed,
+                forward=partial(_answers, model, logits),
+                on_images=on_images,
+            )
     columns[0].tally.check()
     return [
         Score(
@@ -199,6 +215,16 @@ def evaluate(
         )
         for column in columns
     ]
+
+
+def _answers(model: nn.Module, logits: Logits | None, images: Tensor) -> Tensor:
+    """The logits `[n, classes]` of `model` for `images`."""
+    output = model(images)
+    if logits is None:
+        return logits_of(output, model)
+    named = logits(output)
+    refuse_answers(named)
+    return named
 
 
 def _check_stop(stop: float | None) -> None:
@@ -249,18 +275,21 @@ def _score_batch(
     columns: Sequence[_PendingScore],
     stop: float | None,
     fixed: tuple[int, int],
+    forward: Callable[[Tensor], Tensor],
     on_images: Callable[[int], object] | None,
 ) -> None:
     # All modes together: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
     orders = [column.order or column.batch_orders[-1] for column in columns]
     # An image that stops when it is sure runs along every beginning of its order.
     one_order = stop is None and len(set(orders)) == 1
-    for images, labels in micro_batches(model, batch, one_order=one_order):
+    for images, labels in micro_batches(model, batch, one_order=one_order, forward=forward):
         if stop is None:
-            for index, logits in run_many(model, images, orders=orders):
+            for index, logits in run_many(model, images, orders=orders, forward=forward):
                 columns[index].tally.add(logits, labels)
         else:
-            answers = _until_sure(model, images, orders=orders, stop=stop, fixed=fixed)
+            answers = _until_sure(
+                model, images, orders=orders, stop=stop, fixed=fixed, forward=forward
+            )
             for index, logits, steps in answers:
                 columns[index].tally.add(logits, labels, steps=steps)
         # Called here and not per batch, because a batch in many orders may take minutes.
@@ -275,6 +304,7 @@ def _until_sure(
     orders: Sequence[ExecutionOrder],
     stop: float,
     fixed: tuple[int, int],
+    forward: Callable[[Tensor], Tensor],
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(index in `orders`, logits `[n, classes]` where each image stopped, its steps `[n]`).
 
@@ -293,7 +323,8 @@ def _until_sure(
     waiting = {index: len(several) for index, several in beginnings.items()}
     answers: dict[int, tuple[Tensor, Tensor]] = {}
     # The beginnings of an order come in any sequence: they differ in where the last blocks run.
-    for place, logits in run_many(model, images, orders=[order for _, order in places]):
+    cut = [order for _, order in places]
+    for place, logits in run_many(model, images, orders=cut, forward=forward):
         index, beginning = places[place]
         answer, count = logits.float(), len(beginning)
         steps = torch.full(images.shape[:1], count, device=images.device)
@@ -312,12 +343,18 @@ def _until_sure(
 
 
 def micro_batches(
-    model: nn.Module, batch: tuple[Tensor, Tensor], *, one_order: bool = False
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    *,
+    one_order: bool = False,
+    forward: Callable[[Tensor], Tensor] | None = None,
 ) -> Batches:
     """A batch of images and labels for `model`, in parts that fit a CPU's cache.
 
+    `forward(images)` calls the model; by default it returns its logits.
+
     They are moved to the model's device; floating images are cast to the dtype of its blocks.
-    `one_order`: all of them run along the same one, so that nothing has to be tried.
+    `one_order`: all of them run along the same one, so nothing is tried and the batch stays whole.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise DataError(
@@ -339,5 +376,8 @@ def micro_batches(
     labels = labels.long()
     if images.is_floating_point():
         images = images.to(weight.dtype)
-    size = images_at_once(model, images, forward=lambda x: logits_of(model(x)), one_order=one_order)
+    if one_order:
+        size = max(1, len(images))
+    else:
+        size = images_at_once(model, images, forward=forward or partial(_answers, model, None))
     return zip(torch.split(images, size), torch.split(labels, size), strict=True)

@@ -1,7 +1,7 @@
 """Many orders over one batch.
 
 Orders run in sorted order, each by the backbone's own forward, and return from memory what the
-order before computed at a common beginning. Logits are bit-equal to running the orders one by one.
+order before computed at a common beginning. Forward are bit-equal to running the orders one by one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from layershuffle.core.checks.calls import watched_calls
+from layershuffle.core.checks.requests import StackRequests
+from layershuffle.core.checks.sharing import Beginnings, beginnings
+from layershuffle.core.checks.trials import forget
 from layershuffle.core.entries import Shared
 from layershuffle.core.orders import ExecutionOrder, check_ends, checked_fixed, order_of
-from layershuffle.core.runs import Asked
-from layershuffle.core.sharing import Beginnings, beginnings, forget
 from layershuffle.core.stack import in_order, running, stack_of
 from layershuffle.core.tensors import logits_of
 from layershuffle.ground.errors import UsageError
@@ -24,7 +26,7 @@ from layershuffle.ground.errors import UsageError
 _log = logging.getLogger("layershuffle")
 # Bytes of a state on a CPU, and the fewest images; with fewer the weights are read too often.
 _CACHED_BYTES, _LEAST_IMAGES = 1 << 20, 4
-Logits = Callable[[Tensor], Tensor]
+Forward = Callable[[Tensor], Tensor]
 _SAID: WeakSet[nn.Module] = WeakSet()
 
 
@@ -33,7 +35,7 @@ def forward_many(
     images: Tensor,
     orders: Sequence[ExecutionOrder | str],
     *,
-    forward: Logits | None = None,
+    forward: Forward | None = None,
     fixed: tuple[int, int] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """(index in `orders`, its logits `[batch, classes]`) for every order, in sorted order.
@@ -60,7 +62,7 @@ def run_many(
     images: Tensor,
     *,
     orders: Sequence[ExecutionOrder | str],
-    forward: Logits | None = None,
+    forward: Forward | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """As `forward_many`, by an earlier verdict on what blocks share, if there is one.
 
@@ -68,7 +70,7 @@ def run_many(
     """
 
     def logits(batch: Tensor) -> Tensor:
-        return logits_of(model(batch))
+        return logits_of(model(batch), model)
 
     stack, call = stack_of(model), forward or logits
     indices: dict[ExecutionOrder, list[int]] = {}
@@ -84,8 +86,9 @@ def run_many(
         else:
             common = order.common_beginning(following) if following else 0
             shared.reused, shared.kept = shared.kept, common
-            asked = Asked(stack.depth)
-            with in_order(stack, order, asked=asked, shared=shared):
+            asked = StackRequests(stack.depth)
+            watching = watched_calls(model, stack, blocks=stack.blocks, order=order, asked=asked)
+            with in_order(stack, order, asked=asked, shared=shared), watching:
                 output = call(images)
             asked.refuse_cut(model)
             del shared.outputs[shared.kept :]
@@ -101,7 +104,7 @@ def block_runs(orders: Sequence[ExecutionOrder]) -> int:
     return runs - sum(shared)
 
 
-def sharing_of(model: nn.Module, images: Tensor, *, forward: Logits) -> Beginnings:
+def sharing_of(model: nn.Module, images: Tensor, *, forward: Forward) -> Beginnings:
     """Whether the orders of `forward(images)` share their beginnings; logged once if not."""
     stack = stack_of(model)
     verdict = beginnings(model, stack, blocks=stack.blocks, images=images, forward=forward)
@@ -115,25 +118,19 @@ def sharing_of(model: nn.Module, images: Tensor, *, forward: Logits) -> Beginnin
     return verdict
 
 
-def images_at_once(
-    model: nn.Module, images: Tensor, *, forward: Logits, one_order: bool = False
-) -> int:
-    """The number of `images` that run along their orders at a time; `forward` as in `forward_many`.
+def images_at_once(model: nn.Module, images: Tensor, *, forward: Forward) -> int:
+    """The number of `images` for many orders at a time; `forward` as in `forward_many`.
 
     On a CPU the images are split into even parts whose state stays in the cache from block to
-    block: measured best at widths 64, 192 and 768. A GPU takes all images. Logits
-    are those of another batch size, equal up to the rounding of batched kernels.
-
-    The trial of many orders shows how large a state is. For `one_order` there is none, and a state
-    counts as large as its image: it is, in a ViT-B with patches of 16 pixels.
+    block: measured best at widths 64, 192 and 768. A GPU takes all images, and so does a model
+    whose answer to an image depends on the others in its batch. Forward are those of another batch
+    size, equal up to the rounding of batched kernels.
     """
     if images.device.type != "cpu" or len(images) < 2:
         return max(1, len(images))
-    if one_order:
-        size = images.nbytes // len(images)
-    else:
-        size = sharing_of(model, images, forward=forward).bytes_per_image
-    if not size:
+    verdict = sharing_of(model, images, forward=forward)
+    size = verdict.bytes_per_image
+    if not size or verdict.reads_batch:
         return len(images)
     # The limit is in bytes, not images: with parts of 8 to 32 images the digits model takes up to
     # 2.2 times as long.

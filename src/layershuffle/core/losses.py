@@ -6,28 +6,27 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layershuffle.core.checks.outputs import refuse_loss
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.position import PositionedModel
-from layershuffle.core.stack import blocks_of, fixed_of, running, stack_of
-from layershuffle.core.tensors import logits_of, to_device
-from layershuffle.core.tying import places_tied
+from layershuffle.core.stack import fixed_of, running, stack_of
+from layershuffle.core.tensors import Logits, logits_of, to_device
 from layershuffle.ground.errors import StackError, UsageError
 
 _log = logging.getLogger("layershuffle")
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """Takes logits [n, classes] and labels, and returns their mean loss."""
+Divergence = Callable[[Tensor, Tensor], Tensor]
+"""Takes logits at an exit and the final ones, and returns their mean divergence."""
 
 # Stacks whose backbone cannot run several orders in one batch.
 _APART: WeakSet[nn.Module] = WeakSet()
-# Stacks that were tied when they were asked, and the number of their different blocks.
-_TIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def loss_along(
@@ -39,7 +38,8 @@ def loss_along(
     exit_after: int | None = None,
     exit_weight: float = 0.0,
     self_distillation: float = 0.0,
-    criterion: Criterion | None = None,
+    criterion: Criterion | tuple[Criterion, Divergence] | None = None,
+    logits: Logits | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of `images` `[n, channels, height, width]` and their logits `[n, classes]`, in fp32.
 
@@ -47,8 +47,10 @@ def loss_along(
     logits, plus the position loss of a model that predicts positions, plus the loss of the logits
     after `exit_after` steps: `exit_weight` times the criterion, and `self_distillation` times the
     KL divergence from the softmax of the final logits, which get no gradient by it (as in arXiv
-    2604.09168 for loops). Before its answer an exit passes through the last blocks of the model
-    that keep their place. `model` may be inside wrappers of other libraries.
+    2604.09168 for loops), or the second function of both answers if `criterion` is a pair. Before
+    its answer an exit passes through the last blocks of the model that keep their place. `model`
+    may be inside wrappers of other libraries. `logits` takes the logits out of what the model
+    returns; they then may have any shape that the criterion takes.
 
     A backbone that cannot run several orders in one batch, or has no state to take out between its
     blocks, runs the groups one after the other, and an exit as a forward of its own: the same loss,
@@ -58,9 +60,25 @@ def loss_along(
     if exit_after is not None:  # and then only shorter orders than the exit was drawn for
         exit_after = min(exit_after, max(map(len, orders)))
     is_mixed = len(orders) > 1 or exit_after is not None
-    criterion = criterion or F.cross_entropy
+    stack = stack_of(model)
+    own, divergence = criterion if isinstance(criterion, tuple) else (criterion, None)
+
+    def checked(answers: Tensor, targets: Tensor) -> Tensor:
+        refuse_loss(
+            stack,
+            answers,
+            labels=targets,
+            own_criterion=own is not None,
+            softmax=exit_after is not None and self_distillation > 0 and divergence is None,
+        )
+        return (own or F.cross_entropy)(answers, targets)
+
     exit_loss = partial(
-        _exit_loss, criterion=criterion, by_labels=exit_weight, by_itself=self_distillation
+        _exit_loss,
+        criterion=own or F.cross_entropy,
+        divergence=divergence or _divergence,
+        by_labels=exit_weight,
+        by_itself=self_distillation,
     )
 
     def by(walk: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -70,16 +88,17 @@ def loss_along(
             labels=labels,
             orders=orders,
             exit_after=exit_after,
-            criterion=criterion,
+            criterion=checked,
             exit_loss=exit_loss,
+            logits=partial(_logits_of, model, logits),
         )
 
-    stack = stack_of(model)
     if not is_mixed or stack in _APART:
         return by(_apart if is_mixed else _joined)
     try:
         return by(_joined)
-    except StackError as error:
+    # transformers' backbones record their states, which several orders do not allow.
+    except (StackError, UsageError) as error:
         reason = error.cause
     # Outside of `except`: an error that follows is not one of handling the first.
     result = by(_apart)
@@ -101,28 +120,29 @@ def _joined(
     exit_after: int | None,
     criterion: Criterion,
     exit_loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+    logits: Logits,
 ) -> tuple[Tensor, Tensor]:
     """All groups in one forward."""
-    way: ExecutionOrder | list[ExecutionOrder] = orders[0]
+    given: ExecutionOrder | list[ExecutionOrder] = orders[0]
     if len(orders) > 1:
         # Samples of a group go side by side, so that the stack splits the batch without a copy.
         rows, back = _by_group(images, len(orders))
-        way = [orders[row % len(orders)] for row in rows]
+        given = [orders[row % len(orders)] for row in rows]
         images = images.index_select(
             0, to_device(torch.tensor(rows, dtype=torch.long), images.device)
         )
     # Not around the wrappers of other libraries, whose output holds the position loss as well.
-    with running(positioned_in(model) or model, way, exit_after=exit_after):
+    with running(positioned_in(model) or model, given, exit_after=exit_after, logits=logits):
         output, position_loss = _forward(model, images)
-    parts = (logits_of(output),) if exit_after is None else output
+    parts = (logits(output),) if exit_after is None else output
     if len(orders) > 1:
         # Before the criterion, which may know its samples by their place in the batch.
         parts = tuple(part.index_select(0, back) for part in parts)
-    logits, *early = (part.float() for part in parts)
-    loss = criterion(logits, labels)
+    final, *early = (part.float() for part in parts)
+    loss = criterion(final, labels)
     for answers in early:
-        loss = loss + exit_loss(answers, logits, labels)
-    return (loss if position_loss is None else loss + position_loss), logits
+        loss = loss + exit_loss(answers, final, labels)
+    return (loss if position_loss is None else loss + position_loss), final
 
 
 def _by_group(images: Tensor, groups: int) -> tuple[list[int], Tensor]:
@@ -144,22 +164,25 @@ def _apart(
     exit_after: int | None,
     criterion: Criterion,
     exit_loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+    logits: Logits,
 ) -> tuple[Tensor, Tensor]:
     """Each group in a forward of its own, and its exit in another one."""
-    logits, early, position_losses = [], [], []
+    final: list[Tensor] = []
+    early: list[Tensor] = []
+    position_losses: list[Tensor] = []
     for group, order in enumerate(orders):
         own = images[group :: len(orders)]
         with running(model, order):
             output, position_loss = _forward(model, own)
-        logits.append(logits_of(output).float())
+        final.append(logits(output).float())
         if position_loss is not None:
             position_losses.append(position_loss * (len(own) / len(images)))
         if exit_after is not None:
             _, last = fixed_of(model)
             with running(model, order.beginning(exit_after, last=last)):
-                early.append(logits_of(model(own)).float())
+                early.append(logits(model(own)).float())
     _, back = _by_group(images, len(orders))
-    answers = torch.cat(logits).index_select(0, back)
+    answers = torch.cat(final).index_select(0, back)
     loss = criterion(answers, labels)
     if early:
         loss = loss + exit_loss(torch.cat(early).index_select(0, back), answers, labels)
@@ -172,15 +195,27 @@ def _exit_loss(
     labels: Tensor,
     *,
     criterion: Criterion,
+    divergence: Divergence,
     by_labels: float,
     by_itself: float,
 ) -> Tensor:
     """The loss of logits at an exit, `[n, classes]`, beside the final ones of the same run."""
     loss = by_labels * criterion(early, labels)
     if by_itself:
-        own, taught = final.detach().log_softmax(-1), early.log_softmax(-1)
-        loss = loss + by_itself * F.kl_div(taught, own, log_target=True, reduction="batchmean")
+        loss = loss + by_itself * divergence(early, final.detach())
     return loss
+
+
+def _divergence(early: Tensor, final: Tensor) -> Tensor:
+    """The KL divergence from the softmax of logits `final` to that of `early`, `[n, classes]`."""
+    own = final.log_softmax(-1)
+    taught = early.log_softmax(-1)
+    return F.kl_div(taught, own, log_target=True, reduction="batchmean")
+
+
+def _logits_of(model: nn.Module, logits: Logits | None, output: Any) -> Tensor:
+    """What the loss is computed of, in what `model` returned."""
+    return logits_of(output, model) if logits is None else logits(output)
 
 
 def _forward(model: nn.Module, images: Tensor) -> tuple[Any, Tensor | None]:
@@ -211,34 +246,3 @@ def positioned_in(model: nn.Module) -> PositionedModel | None:
         # Most modules are inside blocks, and this runs in every forward.
         waiting += [child for child in module.children() if child is not stack]
     return None
-
-
-def check_parts(
-    model: nn.Module, *, distinct: int | None, position: str, fixed: tuple[int, int]
-) -> None:
-    """Raises `UsageError` if the model lacks the position parts, ties or ends of a method."""
-    hint = "model = method.prepare(model), before the optimiser gets its parameters"
-    if position != "none":
-        positioned = positioned_in(model)
-        part = "encoding" if position == "encode" else "prediction"
-        if positioned is None or getattr(positioned, part) is None:
-            raise UsageError(
-                f"The method trains a position {part}, which the model lacks", hint=hint
-            )
-    stack = stack_of(model)
-    if stack.fixed != fixed:
-        raise UsageError(
-            f"The method trains a model with fixed={fixed}, and this one has fixed={stack.fixed}: "
-            "the first and the last blocks, which keep their place",
-            hint=hint,
-        )
-    if distinct is not None and _TIED.get(stack) != distinct:
-        blocks = blocks_of(model)
-        places = places_tied(blocks) or range(len(blocks))
-        different = len({places[block] for block in drawn_blocks(len(blocks), fixed)})
-        if different != distinct:
-            raise UsageError(
-                f"The method trains {distinct} different blocks; the model has {different}",
-                hint=hint,
-            )
-        _TIED[stack] = distinct

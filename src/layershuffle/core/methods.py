@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from layershuffle.core.draws import Stream
+from layershuffle.core.draws import Stream, whole_number
 from layershuffle.core.orders import ExecutionOrder, checked_fixed, is_integer
 from layershuffle.core.policies import (
     Choice,
@@ -29,6 +29,8 @@ from layershuffle.ground.text import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    Criterion = Callable[[Tensor, Tensor], Tensor]
 
 PositionPart = Literal["none", "encode", "predict"]
 
@@ -137,6 +139,7 @@ class Method:
             number = getattr(self, option)
             if number is not None and (not is_integer(number) or number < 1):
                 raise UsageError(f"{option} must be a whole number from 1, got {number!r}")
+        whole_number("seed", self.seed)
         if self.position not in get_args(PositionPart):
             words = ", ".join(get_args(PositionPart))
             raise UsageError(f"position must be one of {words}, got {self.position!r}")
@@ -234,10 +237,14 @@ class Method:
     ) -> tuple[ExecutionOrder, ...]:
         """The orders of one forward of a model with `depth` blocks: one for each group.
 
-        A pure function of its arguments and the seed. `micro_batch` counts the forwards of a step
-        under gradient accumulation; `rank` is for processes that draw orders of their own.
+        A pure function of its arguments and the seed. `step` counts over all epochs, `micro_batch`
+        the forwards of a step under gradient accumulation; `rank` is for processes that draw orders
+        of their own. Raises `UsageError` for one that is not an integer.
         """
         groups = self.orders_per_batch
+        # A policy without a step counts for itself, and a method does not.
+        step = whole_number("step", step)
+        micro_batch = whole_number("micro_batch", micro_batch)
         # Every group of a step has a number of its own, so that no two draw from one stream.
         return tuple(
             self.policy.draw(
@@ -326,7 +333,8 @@ class Method:
         step: int,
         micro_batch: int = 0,
         rank: int = 0,
-        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+        criterion: Criterion | tuple[Criterion, Criterion] | None = None,
+        logits: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
         """The loss of one forward: a scalar in fp32, attached to the graph.
 
@@ -334,7 +342,15 @@ class Method:
         along them (row i of the batch is in group i mod `orders_per_batch`), and adds the exit loss
         and, for a model that predicts positions, the position loss. `model` is a wrapped model, or
         that model inside the wrappers of DDP, accelerate or Lightning. `criterion(logits, labels)`
-        is a mean over its rows, by default the cross-entropy with `labels` int64 `[n]`. `step`,
+        is a mean over its rows, by default the cross-entropy with `labels` int64 `[n]`.
+
+        A model may return logits `[n, classes]`, an object with `logits`, or the pair of timm's
+        distilled models; for all else `logits` takes out what the criterion gets: `logits=lambda
+        output: output[0]`. Self-distillation compares softmaxes over the classes of `[n, classes]`;
+        for other answers, such as maps or several labels, `criterion` is a pair of the criterion
+        and of `divergence(early, final)`, a mean over the rows.
+
+        `step`,
         `micro_batch` and `rank` as in `orders`. Raises `UsageError` for a model without the parts
         that the method trains (`prepare` adds them), and `StackError` where the backbone cannot run
         along such orders.
@@ -342,9 +358,14 @@ class Method:
         from layershuffle.core.stack import depth_of
 
         place = {"step": step, "micro_batch": micro_batch, "rank": rank}
-        orders = self.orders(depth_of(model), **place)
         loss, _ = self.loss_and_logits(
-            model, images, labels, orders=orders, criterion=criterion, **place
+            model,
+            images,
+            labels,
+            orders=self.orders(depth_of(model), **place),
+            criterion=criterion,
+            logits=logits,
+            **place,
         )
         return loss
 
@@ -358,15 +379,20 @@ class Method:
         step: int,
         micro_batch: int = 0,
         rank: int = 0,
-        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+        criterion: Criterion | tuple[Criterion, Criterion] | None = None,
+        logits: Callable[[Any], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `loss`, and the logits `[n, classes]` of the whole orders, in fp32.
 
         `orders` are those that `orders` draws for this step, which a loop may need itself.
         """
-        from layershuffle.core.losses import check_parts, loss_along
+        from layershuffle.core.checks.parts import check_parts
+        from layershuffle.core.checks.steps import warn_of_step_again
+        from layershuffle.core.losses import loss_along
+        from layershuffle.core.stack import stack_of
 
         check_parts(model, distinct=self.distinct, position=self.position, fixed=self.fixed)
+        warn_of_step_again(stack_of(model), images, method=self, step=(step, micro_batch, rank))
         return loss_along(
             model,
             images,
@@ -376,6 +402,7 @@ class Method:
             exit_weight=self.exit_weight or 0.0,
             self_distillation=self.self_distillation or 0.0,
             criterion=criterion,
+            logits=logits,
         )
 
 

@@ -96,7 +96,7 @@ class _Policy:
                 # The class is frozen for its users: a policy is a value, and this is its odometer.
                 object.__setattr__(self, "drawn", step + 1)
         stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
-        return self._order(depth, stream, turn=step + micro_batch)
+        return self._order(depth, stream, turn=stream.step + stream.micro_batch)
 
     def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
         raise NotImplementedError

@@ -7,90 +7,39 @@ that `with` blocks which exit out of turn (an `ExitStack`, a generator) leave no
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.autograd.graph import queue_callback
 
 from layershuffle.core.hooks import BlockHook
-from layershuffle.ground.errors import StackError
+
+if TYPE_CHECKING:
+    from layershuffle.core.checks.requests import StackRequests
 
 # Makes what the backbone calls in place of its blocks, for one forward.
 Entries = Callable[["Run"], Sequence[Callable[..., Any]]]
-
-
-@dataclass
-class Asked:
-    """Which entries a backbone has requested in the latest forward of a stack of `depth` blocks."""
-
-    depth: int
-    whole: bool = False
-    furthest: int = 0
-    length: int = 0
-    sliced: bool = False
-    entries: Sequence[Callable[..., Any]] = ()
-
-    def note(self, count: int, length: int) -> None:
-        """The backbone has received `count` of `length` entries so far."""
-        self.furthest, self.length = max(self.furthest, count), length
-
-    def note_index(self, index: int, length: int) -> None:
-        """The backbone requested the entry at a position."""
-        # A negative index counts only after all others, as in blocks[:-1] followed by blocks[-1].
-        others_ran = (self.furthest, self.length) == (length - 1, length)
-        self.whole |= index == length - 1 or (index == -1 and others_ran)
-        self.note(index % length + 1, length)
-
-    def note_slice(self, index: slice, length: int) -> None:
-        """The backbone requested a slice."""
-        stop = index.indices(length)[1]
-        self.note(stop, length)
-        self.sliced, self.whole = True, self.whole or stop == length
-
-    def handed_out(self, entries: Sequence[Any]) -> Iterator[Any]:
-        """Yield `entries` one by one and count them."""
-        length = len(entries)
-        for count, entry in enumerate(entries, start=1):
-            self.note(count, length)
-            # zip(blocks, others) takes one entry more than there are others, and there are as many
-            # others as blocks. So the last entry proves something only up to that length.
-            self.whole |= count == length <= self.depth
-            yield entry
-        self.whole = True
-
-    def refuse_cut(self, model: nn.Module) -> None:
-        """Raises `StackError` if the backbone ran some blocks of the order, but never all."""
-        # A backbone may read attributes of the first block alone. A short slice is an intended
-        # stop, as with timm's `stop_early`.
-        looked_at = self.furthest <= min(1, self.depth - 1)
-        stopped = self.sliced and self.furthest < min(self.depth, self.length)
-        if self.whole or looked_at or stopped:
-            return
-        raise StackError(
-            f"{type(model).__name__} requested {self.furthest} of the {self.length} blocks of its "
-            "execution order, so the others did not run",
-            hint="iterate over the whole stack (for block in self.blocks) in its forward: range() "
-            "and zip() with a fixed length cut longer orders, and `break` ends them early",
-        )
 
 
 @dataclass(frozen=True)
 class Run:
     """How one stack runs: the entries for the backbone (`None`: its blocks), and what is around.
 
-    `way` is equal for two forwards that run the same blocks on the same states.
+    `order`: what runs, equal for two forwards that run the same blocks on the same states.
     """
 
     entries: Entries | None = None
-    way: object = None
+    order: object = None
     hooks: tuple[BlockHook, ...] = ()
     recompute: bool = False
-    asked: Asked | None = None
+    asked: StackRequests | None = None
 
 
 PLAIN = Run()
@@ -151,33 +100,41 @@ def holders(module: nn.Module, stack: nn.Module) -> list[nn.Module]:
     return [module, *inner] if inner or stack in children else []
 
 
+@dataclass
+class _ModeBefore:
+    """The mode of a module before it was set to eval mode, and how many need it there now."""
+
+    training: bool
+    users: int = 0
+
+
+_MODES: WeakKeyDictionary[nn.Module, _ModeBefore] = WeakKeyDictionary()
+_SETTING_MODES = threading.Lock()
+
+
 @contextmanager
 def in_eval(*models: nn.Module) -> Iterator[None]:
-    """Set all modules to eval mode; afterwards restore the mode of each, including frozen parts."""
-    before = [(module, module.training) for model in models for module in model.modules()]
-    for model in models:
-        model.eval()
+    """Set all modules to eval mode; afterwards restore the mode of each, including frozen parts.
+
+    Where several threads do so at a time, the last one to leave restores the modes that the first
+    one found.
+    """
+    modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+    with _SETTING_MODES:
+        for module in modules:
+            mode = _MODES.setdefault(module, _ModeBefore(module.training))
+            mode.users += 1
+            module.training = False
     try:
         yield
     finally:
-        for module, training in before:
-            module.training = training
-
-
-def never_asked(module: nn.Module) -> StackError:
-    """The error for a call of `module` in which its stack was never used."""
-    return StackError(
-        f"{type(module).__name__} ran and never used its block stack, so the execution order and "
-        "the hooks around blocks would be ignored",
-        hint="iterate over the container itself (for block in self.blocks) in the forward, not "
-        "over its children(), its _modules or a list made earlier",
-    )
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of `module` runs a graph made by torch.compile."""
-    # Not `hasattr`: nn.Module makes the text of an error for every attribute that it lacks.
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        with _SETTING_MODES:
+            for module in modules:
+                mode = _MODES[module]
+                mode.users -= 1
+                if not mode.users:
+                    module.training = mode.training
+                    del _MODES[module]
 
 
 def in_backward() -> bool:

@@ -17,14 +17,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from layershuffle.core.checks.blocks import other_count
+from layershuffle.core.checks.calls import (
+    count_samples,
+    refuse_cache,
+    refuse_hidden_states,
+    stack_use_watched,
+    watched_calls,
+)
+from layershuffle.core.checks.forwards_noted import note_forward, say_batch_norm, share_notes
+from layershuffle.core.checks.requests import StackRequests
+from layershuffle.core.checks.rounds import refuse_rounds
+from layershuffle.core.checks.sharing import sample_axes
 from layershuffle.core.discovery import find_blocks
 from layershuffle.core.entries import Axes, Shared, along, grouped
 from layershuffle.core.hooks import BlockHook, Tap
@@ -37,41 +47,18 @@ from layershuffle.core.orders import (
 )
 from layershuffle.core.runs import (
     PLAIN,
-    Asked,
     Run,
     changed,
-    changed_stacks,
     holders,
     in_backward,
-    is_compiled,
-    never_asked,
     run_of,
 )
-from layershuffle.core.sharing import sample_axes
-from layershuffle.core.tensors import logits_of, tensors_of
+from layershuffle.core.tensors import Logits, logits_of
+from layershuffle.core.torch_private import is_replica, parts_by_name
 from layershuffle.ground.errors import StackError, UsageError
 
 _log = logging.getLogger("layershuffle")
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-@dataclass
-class _Forwards:
-    """Facts about the forwards of a stack: whether one ever had an order, and for replays.
-
-    `ways` are those of the forwards since the last replay that gradient checkpointing may rerun.
-    """
-
-    ordered: bool = False
-    warned: bool = False
-    replayed: bool = False
-    ways: set[object] = field(default_factory=set)
-
-
-# Stored outside of the stack, because a copy of a model has not run anything.
-_FORWARDS: WeakKeyDictionary[nn.Module, _Forwards] = WeakKeyDictionary()
-_BATCH_NORM_SAID: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class _Part(list[Any]):
@@ -98,13 +85,13 @@ class BlockStack(nn.ModuleList):
         run = run_of(self)
         if torch.compiler.is_compiling():
             return run
-        if run is PLAIN and "_is_replica" in vars(self):
+        if run is PLAIN and is_replica(self):
             # DataParallel runs copies in threads where no order is set, so it would be ignored.
             raise StackError(
                 "nn.DataParallel copies the model into threads where no execution order is set",
                 hint="use DistributedDataParallel (torchrun), or one GPU",
             )
-        self._note_forward(run)
+        note_forward(self, run)
         return run
 
     def _entries(self, run: Run, *, begins: bool = True) -> Sequence[Callable[..., Any]]:
@@ -129,46 +116,22 @@ class BlockStack(nn.ModuleList):
     def _part(self, index: slice) -> BlockStack:
         part = BlockStack()
         part.container_class = self.container_class
-        _FORWARDS[part] = _FORWARDS.setdefault(self, _Forwards())  # its warning comes once
-        for place, (name, block) in enumerate(list(self._modules.items())[index]):
+        share_notes(part, self)
+        for place, (name, block) in enumerate(list(parts_by_name(self).items())[index]):
             # As in the original class: a Sequential keeps the names, a ModuleList renumbers them.
             key = name if issubclass(self.container_class, nn.Sequential) else str(place)
             part.add_module(key, block)
         return part
 
-    def _note_forward(self, run: Run) -> None:
-        if not (torch.is_grad_enabled() or self.training):
-            return  # nothing learns, and no backward pass replays it
-        forwards = _FORWARDS.setdefault(self, _Forwards())
-        if in_backward():
-            forwards.replayed = True
-            _refuse_lost_order(run, forwards)
-            return
-        if forwards.replayed:
-            forwards.replayed, forwards.ways = False, set()
-        # Two ways are enough for the error; those of a long training would fill the memory.
-        if len(forwards.ways) < 2:
-            forwards.ways.add(run.way)
-        learns = self.training and torch.is_grad_enabled()
-        forwards.ordered |= learns and run.way is not None
-        if learns and not forwards.ordered and not forwards.warned:
-            forwards.warned = True
-            _log.warning(
-                "A wrapped model runs in training mode without an execution order, so it learns "
-                "the sequential order alone. Write `loss = layershuffle.Method().loss(model, "
-                "images, labels, step=step)`, or run it inside `with layershuffle.running(model, "
-                "order):`; model.eval() ends this warning where nothing is trained"
-            )
-
     @property
     def blocks(self) -> list[nn.Module]:
         """The blocks in the order of their ids, independent of the current order."""
-        return [*self._modules.values()]
+        return [block for block in parts_by_name(self).values() if block is not None]
 
     @property
     def depth(self) -> int:
         """The number of blocks, independent of the current order."""
-        return len(self._modules)
+        return len(parts_by_name(self))
 
     def forward(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the blocks along the current order; arguments after the first go to every block."""
@@ -181,7 +144,7 @@ class BlockStack(nn.ModuleList):
         entries = self._entries(run)
         if run.asked is None or torch.compiler.is_compiling():
             return iter(entries)
-        return run.asked.handed_out(entries)
+        return run.asked.counted(entries)
 
     def __len__(self) -> int:
         return len(self._entries(run_of(self), begins=False))
@@ -212,26 +175,6 @@ class BlockStack(nn.ModuleList):
             if run.asked is not None:
                 run.asked.note_index(index, len(entries))
         return entries[index]
-
-
-def _refuse_lost_order(run: Run, forwards: _Forwards) -> None:
-    # If the whole stack is checkpointed, the backward pass needs the order again, where it may not
-    # be set: after `running`, or always on GPUs (autograd has its own threads). The blocks have
-    # equal shapes, so torch's own check of the replay would not notice.
-    if run is PLAIN and forwards.ways - {None}:
-        raise StackError(
-            "Gradient checkpointing reruns the whole stack in the backward pass, where its "
-            "execution order is not set",
-            hint="checkpoint the blocks one by one; on a CPU, calling backward() inside "
-            "`with running(...)` is enough",
-        )
-    if forwards.ways - {run.way}:
-        raise StackError(
-            "Gradient checkpointing reruns the whole stack in the backward pass, and its forwards "
-            "had several execution orders, of which only one is set now",
-            hint="checkpoint the blocks one by one, or call backward() after each forward, inside "
-            "its `with running(...)`, and put other forwards into eval mode and torch.no_grad()",
-        )
 
 
 def wrap(model: ModelT, blocks: str | None = None, *, may_differ: Collection[str] = ()) -> ModelT:
@@ -312,6 +255,7 @@ def running(
     *,
     exit_after: int | None = None,
     fixed: tuple[int, int] | None = None,
+    logits: Logits | None = None,
 ) -> Iterator[ExecutionOrder | tuple[ExecutionOrder, ...]]:
     """Run `model` along `order` inside the `with` block, in this thread only.
 
@@ -323,6 +267,8 @@ def running(
     last blocks of the model keep their place, the state after k steps passes through them first.
     `fixed`: the ends that orders have to keep, in place of those with which the model was trained;
     with `(0, 0)` every order runs.
+    `logits` takes the logits out of what the model returns, for `exit_after` with a model whose
+    output is neither `[batch, classes]` nor an object with `logits`.
 
     Raises `UsageError` for orders of another depth or without the ends in their place, and
     `StackError` if the backbone ran only a part of the order, or if samples do not get in one batch
@@ -332,32 +278,31 @@ def running(
             logits, early = model(images)
     """
     stack = stack_of(model)
-    way, asked = orders_of(order, stack.depth), Asked(stack.depth)
+    orders = orders_of(order, stack.depth)
+    asked = StackRequests(stack.depth)
     ends = stack.fixed if fixed is None else checked_fixed(fixed)
-    check_ends([way] if isinstance(way, ExecutionOrder) else way, ends)
-    watching: AbstractContextManager[None] = nullcontext()
-    if isinstance(way, ExecutionOrder) and exit_after is None:
-        change = in_order(stack, way, asked=asked)
-        if way.versions is not None:
-            watching = _hidden_states_refused(model, stack, way)
+    check_ends([orders] if isinstance(orders, ExecutionOrder) else orders, ends)
+    if isinstance(orders, ExecutionOrder) and exit_after is None:
+        change = in_order(stack, orders, asked=asked)
+        watching = watched_calls(model, stack, blocks=stack.blocks, order=orders, asked=asked)
     else:
-        samples = _Samples(stack, way, exit_after=exit_after, last=ends[1])
-        change = changed(stack, entries=samples.entries, way=(way, exit_after), asked=asked)
+        samples = _Samples(stack, orders, exit_after=exit_after, last=ends[1], logits=logits)
+        change = changed(stack, entries=samples.entries, order=(orders, exit_after), asked=asked)
         watching = samples.watching(model)
-    with change, watching, _calls_watched(model):
-        yield way
+    with change, watching, stack_use_watched(model):
+        yield orders
     asked.refuse_cut(model)
 
 
 def in_order(
-    stack: BlockStack, order: ExecutionOrder, *, asked: Asked, shared: Shared | None = None
+    stack: BlockStack, order: ExecutionOrder, *, asked: StackRequests, shared: Shared | None = None
 ) -> AbstractContextManager[None]:
     """Run `stack` along `order`; `shared`: outputs in common with other orders."""
 
     def entries(run: Run) -> Sequence[Callable[..., Any]]:
         return along(stack.blocks, order, run=run, shared=shared)
 
-    return changed(stack, entries=entries, way=order, asked=asked)
+    return changed(stack, entries=entries, order=order, asked=asked)
 
 
 class _Samples:
@@ -366,26 +311,31 @@ class _Samples:
     def __init__(
         self,
         stack: BlockStack,
-        way: ExecutionOrder | tuple[ExecutionOrder, ...],
+        orders: ExecutionOrder | tuple[ExecutionOrder, ...],
         *,
         exit_after: int | None,
         last: int,
+        logits: Logits | None,
     ) -> None:
-        self._several = isinstance(way, tuple)
-        orders = way if isinstance(way, tuple) else (way,)
-        longest = max(map(len, orders))
+        self._several = isinstance(orders, tuple)
+        each = orders if isinstance(orders, tuple) else (orders,)
+        longest = max(map(len, each))
         if exit_after is not None and (
             not is_integer(exit_after) or not 1 <= exit_after <= longest
         ):
             raise UsageError(
                 f"exit_after must be in [1, {longest}] for these orders, got {exit_after!r}"
             )
-        self._stack, self._orders, self._exit, self._last = stack, orders, exit_after, last
+        self._stack = stack
+        self._orders = each
+        self._exit = exit_after
+        self._last = last
+        self._logits = logits
         self._calls = 0
         self._axes: Axes | None = None
-        self._uneven = len(set(map(len, orders))) > 1
+        self._uneven = len(set(map(len, each))) > 1
         if self._several:
-            _say_batch_norm(stack, "an order per sample splits the batch for their statistics")
+            say_batch_norm(stack, "an order per sample splits the batch for their statistics")
 
     def entries(self, run: Run) -> Sequence[Callable[..., Any]]:
         """The entries for the backbone."""
@@ -429,7 +379,9 @@ class _Samples:
         if kwargs is None or not self._ours():
             return
         self._calls += 1
-        _refuse_hidden_states(module, kwargs, "an order per sample")
+        refuse_hidden_states(module, kwargs, what="an order per sample")
+        if any(order.has_repeats for order in set(self._orders)):
+            refuse_cache(module, kwargs)
         if self._exit is not None and kwargs.get("labels") is not None:
             raise UsageError(
                 f"{type(module).__name__} cannot compute a loss from labels under exit_after: its "
@@ -438,13 +390,19 @@ class _Samples:
             )
         if self._calls > 1:  # only the outermost call is tried; the calls inside follow from it
             return
-        samples = next((len(t) for t in tensors_of((args, kwargs)) if t.dim()), 0)
+        samples = count_samples((args, kwargs))
         if not self._several:
             self._orders = self._orders[:1] * samples
         elif samples != len(self._orders):
-            raise UsageError(
-                f"{len(self._orders)} orders were given for a batch of {samples} samples",
-                hint="give one order per sample, or a single order for the whole batch",
+            raise other_count(self._orders, samples)
+        if any(order.versions is not None for order in set(self._orders)):
+            refuse_rounds(
+                module,
+                self._stack,
+                blocks=self._stack.blocks,
+                arguments=(args, kwargs),
+                samples=samples,
+                forward=lambda call: module(*call[0], **call[1]),
             )
         self._axes = sample_axes(
             module,
@@ -464,7 +422,7 @@ class _Samples:
         self._calls -= 1
         if self._exit is None or self._calls or output is None:
             return None
-        logits = logits_of(output)
+        logits = logits_of(output, module) if self._logits is None else self._logits(output)
         if len(logits) != 2 * len(self._orders):
             raise StackError(
                 f"The head of {type(module).__name__} returned {len(logits)} rows for "
@@ -475,76 +433,7 @@ class _Samples:
         return logits.chunk(2)
 
 
-@contextmanager
-def _hidden_states_refused(
-    model: nn.Module, stack: nn.Module, order: ExecutionOrder
-) -> Iterator[None]:
-    """Refuse to let a backbone record its states while a step of `order` reads an older one."""
-
-    def before(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
-        del args
-        # As above: the hooks belong to the model, and other threads have their own orders.
-        if kwargs is None or torch.compiler.is_compiling() or run_of(stack).way is not order:
-            return
-        _refuse_hidden_states(module, kwargs, "blocks side by side")
-
-    with ExitStack() as hooks:
-        for module in holders(model, stack):
-            if hasattr(module, "config"):
-                hooks.enter_context(
-                    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-                )
-        yield
-
-
-def _refuse_hidden_states(module: nn.Module, kwargs: dict[str, Any], what: str) -> None:
-    # transformers records the states by hooks on the blocks, which see groups of samples, or what
-    # a block returns in place of the state after its step.
-    config = getattr(module, "config", None)
-    if kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
-        raise UsageError(
-            f"output_hidden_states cannot be combined with {what}",
-            hint="record the outputs of blocks with layershuffle.tap(model), whose records name "
-            "their steps and samples, or use one order for the whole batch in which every step "
-            "reads the newest state",
-        )
-
-
-def _refuse_call(module: nn.Module, *_: object) -> None:
-    """A hook on models with an order or hooks: it refuses a call that used no block of the stack.
-
-    It takes the module as an argument and is no closure, because a copy of a model keeps its hooks.
-    """
-    if torch.compiler.is_compiling():
-        return
-    for stack in changed_stacks():
-        asked = run_of(stack).asked
-        if asked is not None and not asked.length:
-            around = holders(module, stack)
-            # A compiled model uses its stack only while it is being compiled.
-            if around and not any(map(is_compiled, around)):
-                raise never_asked(module)
-
-
-def _calls_watched(model: nn.Module) -> AbstractContextManager[Any]:
-    # A hook would be compiled into the model.
-    return nullcontext() if is_compiled(model) else model.register_forward_hook(_refuse_call)
-
-
 # --- around the blocks ----------------------------------------------------------------------------
-
-
-def _say_batch_norm(stack: BlockStack, consequence: str) -> None:
-    """Log once that BatchNorm layers of blocks in training mode see other batches than usual."""
-    if stack in _BATCH_NORM_SAID:
-        return
-    norms = [module for module in stack.modules() if isinstance(module, _BATCH_NORMS)]
-    if not norms or any(norm.training for norm in norms):
-        _BATCH_NORM_SAID[stack] = bool(norms)
-    if _BATCH_NORM_SAID.get(stack):
-        _log.warning("The blocks hold BatchNorm layers in training mode: %s", consequence)
 
 
 @contextmanager
@@ -554,7 +443,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
     This is gradient checkpointing block by block. It works for every backbone and under any order.
     """
     stack = stack_of(model)
-    _say_batch_norm(stack, "each batch counts twice in their running statistics")
+    say_batch_norm(stack, "each batch counts twice in their running statistics")
     with changed(stack, recompute=True):
         yield
 
@@ -563,8 +452,8 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 def with_hooks(model: nn.Module, *hooks: BlockHook) -> Iterator[None]:
     """Add `hooks` around every block inside the `with` block, after those already there."""
     stack = stack_of(model)
-    asked = run_of(stack).asked or Asked(stack.depth)
-    with changed(stack, *hooks, asked=asked), _calls_watched(model):
+    asked = run_of(stack).asked or StackRequests(stack.depth)
+    with changed(stack, *hooks, asked=asked), stack_use_watched(model):
         yield
 
 
@@ -593,7 +482,7 @@ def _stacks(model: object) -> list[BlockStack]:
     for module in reached:  # which grows meanwhile
         if not isinstance(module, BlockStack):
             # Most modules are inside blocks or hold no others, and this runs in every forward.
-            reached += [
-                part for part in module._modules.values() if part is not None and part._modules
-            ]
+            for part in parts_by_name(module).values():
+                if part is not None and parts_by_name(part):
+                    reached.append(part)
     return list(dict.fromkeys(part for part in reached if isinstance(part, BlockStack)))

@@ -6,26 +6,37 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from layershuffle.ground.errors import StackError, UsageError
+from layershuffle.core.checks.outputs import refused_output
+from layershuffle.ground.errors import StackError
+
+Logits = Callable[[Any], Tensor]
+"""Takes the logits out of what a model returns, as in `lambda output: output[0]`."""
 
 
-def logits_of(output: Any) -> Tensor:
-    """Logits `[batch, classes]` from the output of a backbone.
+def logits_of(output: Any, model: nn.Module) -> Tensor:
+    """Logits `[batch, classes]` from the output of `model`.
 
-    For two heads (timm's distilled models in training) it is their mean, as at evaluation.
+    For timm's distilled models in training, which return those of two heads, it is their mean, as
+    at evaluation. Raises `UsageError` for anything else, where the caller has to say what to use.
     """
     # transformers returns an object with logits, timm and torchvision the tensor.
     logits = getattr(output, "logits", output)
-    if isinstance(logits, tuple) and all(isinstance(head, Tensor) for head in logits):
+    if isinstance(logits, tuple) and len(logits) == 2 and _is_distilled(model):
         logits = torch.stack(logits).mean(dim=0)
-    if not isinstance(logits, Tensor):
-        raise UsageError(
-            f"The model returned a {type(output).__name__}, which has no logits",
-            hint="use a model for image classification",
-        )
+    if not (isinstance(logits, Tensor) and logits.dim() == 2 and logits.is_floating_point()):
+        raise refused_output(logits, model)
     return logits
+
+
+def _is_distilled(model: nn.Module) -> bool:
+    """Whether a module of `model` has the second head that timm gives models for distillation."""
+    return any(
+        isinstance(getattr(module, "head_dist", None), nn.Module)
+        and getattr(module, "distilled_training", False)
+        for module in model.modules()
+    )
 
 
 def state_of(out: Any) -> Tensor:

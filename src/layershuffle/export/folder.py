@@ -96,7 +96,7 @@ def export_model(
         # Each runs the whole model beside its blocks; the graph loses what it does not need.
         def head(state: Tensor) -> Tensor:
             blank = state.new_zeros((state.shape[0], *images.shape[1:]))
-            return run_head(model, blank, state=state, forward=lambda x: logits_of(model(x)))
+            return run_head(model, blank, state=state, forward=lambda x: logits_of(model(x), model))
 
         stem = ModelPart(model, lambda batch: run_stem(model, batch, forward=model)[0])
         _write_graph(stage / "stem.onnx", stem, images, ("images", "state"))
@@ -130,7 +130,7 @@ def export_whole(spec: str, out: Path, *, order: str | None = None) -> dict[str,
 
         def whole(batch: Tensor) -> Tensor:
             with running(model, chosen):
-                return logits_of(model(batch))
+                return logits_of(model(batch), model)
 
         part, names = ModelPart(model, whole), ("images", "logits")
         content = _write_graph(stage / "model.onnx", part, images, names)
@@ -173,7 +173,7 @@ def _noise(model: nn.Module) -> Tensor:
 @torch.no_grad()
 def _constants(model: nn.Module, images: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What all blocks get beside the state. Raises `StackError` if it depends on the images."""
-    refuse_more_than_blocks(model, images, forward=lambda batch: logits_of(model(batch)))
+    refuse_more_than_blocks(model, images, forward=lambda batch: logits_of(model(batch), model))
     state, others = run_stem(model, images, forward=model)
     if state.dim() != 3 or state.dtype != torch.float32:
         raise StackError(
@@ -277,7 +277,7 @@ def _compared(
     for name, order in (("in_order", range(depth)), ("reversed", reversed(range(depth)))):
         ran = order_of(list(order), depth)
         with running(model, ran, fixed=(0, 0)), running(exported, ran):
-            errors[name] = _error(exported(images), logits_of(model(images)))
+            errors[name] = _error(exported(images), logits_of(model(images), model))
         if precision == "fp32":
             _refuse_other_numbers("The model", errors[name], most=_LOGITS_PARITY)
     return errors

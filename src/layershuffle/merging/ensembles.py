@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from layershuffle.core.checks.trials import forget
 from layershuffle.core.evaluation import (
     Batches,
     Draw,
@@ -21,7 +22,6 @@ from layershuffle.core.forwards import run_many
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
-from layershuffle.core.sharing import forget
 from layershuffle.core.stack import depth_of, fixed_of, stack_of
 from layershuffle.ground.errors import UsageError
 from layershuffle.merging.compatibility import check_members

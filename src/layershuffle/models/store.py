@@ -25,7 +25,8 @@ from typing import Any, Protocol, cast
 from huggingface_hub import HfApi
 from torch import nn
 
-from layershuffle.core.discovery import ISOTROPIC, find_blocks
+from layershuffle.core.checks.blocks_alike import ISOTROPIC
+from layershuffle.core.discovery import find_blocks
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap

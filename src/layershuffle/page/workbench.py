@@ -204,7 +204,7 @@ class Workbench:
     def _logits(self, role: Role, batch: Tensor, order: ExecutionOrder) -> Tensor:
         model = self.models[role]
         with torch.inference_mode(), running(model, order):
-            logits: Tensor = logits_of(model(batch))
+            logits: Tensor = logits_of(model(batch), model)
         return logits
 
 

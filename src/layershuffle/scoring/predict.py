@@ -126,7 +126,7 @@ def predict(
             readable = [image for image in pixels if isinstance(image, Tensor)]
             answers: list[tuple[RankedClass, ...]] = []
             if readable:
-                logits = logits_of(model(finish(torch.stack(readable)).to(device)))
+                logits = logits_of(model(finish(torch.stack(readable)).to(device)), model)
                 answers = _ranked(logits, names, top)
             answered = 0
             for path, image in zip(group, pixels, strict=True):

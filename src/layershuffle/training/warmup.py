@@ -15,6 +15,7 @@ from layershuffle.core.compiling import OFF
 from layershuffle.core.losses import loss_along
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import drawn_blocks
+from layershuffle.core.torch_private import graph_limit_error
 from layershuffle.ground.errors import TrainingError
 from layershuffle.training.job import Job
 from layershuffle.training.state import TrainState
@@ -29,7 +30,6 @@ def warm_up(state: TrainState) -> None:
     job, compiler = state.job, state.job.compiler
     if not compiler.on:
         return
-    from torch._dynamo.exc import FailOnRecompileLimitHit
 
     try:
         for images in forward_sizes(state):
@@ -37,7 +37,7 @@ def warm_up(state: TrainState) -> None:
     # This is a RuntimeError too, but eager mode would not need less memory.
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, FailOnRecompileLimitHit) as error:
+    except (RuntimeError, graph_limit_error()) as error:
         compiler.give_up(error)
         try_forward(state, job.images_per_forward)  # an error that compiling did not cause
     # A stance of torch.compile can switch it off without an error.

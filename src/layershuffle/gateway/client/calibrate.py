@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from layershuffle.core.checks.trials import forget
 from layershuffle.core.evaluation import Score, evaluate, micro_batches
 from layershuffle.core.forwards import run_many
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.runs import in_eval
-from layershuffle.core.sharing import forget
 from layershuffle.core.stack import blocks_of, depth_of, stack_of, wrap
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
@@ -130,7 +130,7 @@ def served_host(model: nn.Module) -> nn.Module:
     host = wrap(backbone_of(model))
     weight, view = next(blocks_of(host)[0].parameters()), image_view(host)
     images = weight.new_zeros(2, view.channels, view.height, view.width)
-    refuse_more_than_blocks(host, images, forward=lambda pixels: logits_of(host(pixels)))
+    refuse_more_than_blocks(host, images, forward=lambda pixels: logits_of(host(pixels), host))
     return host
 
 

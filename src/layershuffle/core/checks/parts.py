@@ -1,0 +1,47 @@
+"""Whether a model has the parts that a method trains."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from layershuffle.core.losses import positioned_in
+from layershuffle.core.policies import drawn_blocks
+from layershuffle.core.stack import blocks_of, stack_of
+from layershuffle.core.tying import places_tied
+from layershuffle.ground.errors import UsageError
+
+# Stacks that were tied when they were asked, and the number of their different blocks.
+_TIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def check_parts(
+    model: nn.Module, *, distinct: int | None, position: str, fixed: tuple[int, int]
+) -> None:
+    """Raises `UsageError` if the model lacks the position parts, ties or ends of a method."""
+    hint = "model = method.prepare(model), before the optimiser gets its parameters"
+    if position != "none":
+        positioned = positioned_in(model)
+        part = "encoding" if position == "encode" else "prediction"
+        if positioned is None or getattr(positioned, part) is None:
+            raise UsageError(
+                f"The method trains a position {part}, which the model lacks", hint=hint
+            )
+    stack = stack_of(model)
+    if stack.fixed != fixed:
+        raise UsageError(
+            f"The method trains a model with fixed={fixed}, and this one has fixed={stack.fixed}: "
+            "the first and the last blocks, which keep their place",
+            hint=hint,
+        )
+    if distinct is not None and _TIED.get(stack) != distinct:
+        blocks = blocks_of(model)
+        places = places_tied(blocks) or range(len(blocks))
+        different = len({places[block] for block in drawn_blocks(len(blocks), fixed)})
+        if different != distinct:
+            raise UsageError(
+                f"The method trains {distinct} different blocks; the model has {different}",
+                hint=hint,
+            )
+        _TIED[stack] = distinct
