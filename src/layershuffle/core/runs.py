@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import queue_callback
 
 from layershuffle.core.hooks import BlockHook
+from layershuffle.core.torch_private import queue_callback
 from layershuffle.ground.errors import StackError
 
 # Makes what the backbone calls in place of its blocks, for one forward.
