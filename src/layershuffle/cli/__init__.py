@@ -93,7 +93,8 @@ APP = _group(
 APP.command(
     _group(
         "Serve a model from hosts that may fail.\n\n"
-        "Needs pip install 'layershuffle[swarm]'. Start here: layershuffle swarm demo",
+        "Needs the extra swarm, which layershuffle doctor says how to install. Start here: "
+        "layershuffle swarm demo",
         SWARM_COMMANDS,
         name="swarm",
     )

@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 from layershuffle.ground.bundled import asset, packaged_file
 from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.ground.extras import install_line
 from layershuffle.swarm.server.admission import Admission, GatewayLimits, answer_plainly
 from layershuffle.swarm.server.images import takes_pairs
 
@@ -50,9 +51,9 @@ HEADERS = {
 }
 _KINDS = MimeTypes()  # of the standard library's own table, whatever this machine's says
 _SECONDS = 10.0  # that an answer for the page may take
-_MISSING = """A tab cannot be a host here: this gateway lacks ONNX Runtime for browsers. Install it:
+_MISSING = f"""A tab cannot be a host here: this gateway lacks ONNX Runtime for browsers. Type:
 
-    pip install 'layershuffle[browser]'
+    {install_line("browser")}
 """
 
 
