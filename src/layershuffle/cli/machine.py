@@ -50,7 +50,7 @@ class DoctorCommand(Command):
             "download)\n"
             f"      {install}layershuffle reproduce digits-quick   (7 to 11 minutes on two "
             "cores, no download)\n"
-            "      layershuffle fit --model timm:NAME --data folder:DIR "
+            "      layershuffle fit timm:NAME --data folder:DIR "
             "--out DIR"
         )
         return 0 if all(good for _, good, _ in findings) else 1

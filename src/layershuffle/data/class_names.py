@@ -42,7 +42,7 @@ def match_classes(
     """
     classes = data.classes
     both = f"{place} and {data.spec}"
-    hint = f"layershuffle fit --model ... --data {data.spec} makes a new head; "
+    hint = f"layershuffle fit MODEL --data {data.spec} makes a new head; "
     hint += "or use data with the model's classes"
     if len(classes) != outputs:
         head = f"{outputs} outputs" if outputs else "no classifier"

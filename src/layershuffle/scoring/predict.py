@@ -94,7 +94,7 @@ def predict(
     if not classes:
         raise UsageError(
             "The model has no classifier, so it cannot name classes",
-            hint="layershuffle fit --model ... --data ... gives it one",
+            hint="layershuffle fit MODEL --data ... gives it one",
         )
     names = class_names_of(model) or numbered(classes)
     device = next(model.parameters()).device
