@@ -19,13 +19,13 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import errors as hub_library
 from huggingface_hub import snapshot_download
 
-# HTTPError is that of the client which this version has: of requests, httpx or httpx2.
+# HTTPError is that of the client which this version has: of httpx or of httpx2.
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     HFValidationError,
     HTTPError,
+    StrictDataclassError,
 )
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -52,10 +52,8 @@ _AGAIN = "take the model from its source again"
 REFUSALS = (
     OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError,
     ArithmeticError, AssertionError, EOFError, UnpicklingError, SafetensorError,
+    StrictDataclassError,
 )  # fmt: skip
-# That of a configuration that transformers checks; its first releases check none, and lack it.
-if hasattr(hub_library, "StrictDataclassError"):
-    REFUSALS += (hub_library.StrictDataclassError,)
 
 
 @contextmanager
