@@ -15,7 +15,8 @@ directory) and, for each column, a format string over the columns of the file:
     <!-- end of table -->
 
 `where` and `source` may be left out, and `columns` where the file has claims of benchmarks. A
-value with a format is a number, others are shown as they are. A cell of the table is empty if a
+value with a format is a number, without the interval that may follow it; others are shown as they
+are. A cell of the table is empty if a
 value that it needs is empty. Columns of numbers are aligned to the right. Lines that are equal are
 shown once.
 
@@ -142,9 +143,10 @@ def _cell(form: str, row: Mapping[str, str]) -> str:
     specs = {name: spec for _, name, spec, _ in Formatter().parse(form) if name}
     if not all(row[name] for name in specs):
         return ""
-    return form.format_map(
-        {name: float(row[name]) if spec else row[name] for name, spec in specs.items()}
-    )
+    values: dict[str, float | str] = {}
+    for name, spec in specs.items():
+        values[name] = float(row[name].partition(" ")[0]) if spec else row[name]
+    return form.format_map(values)
 
 
 if __name__ == "__main__":

@@ -243,6 +243,11 @@ def test_the_example_of_the_readme_prints_what_the_readme_says(
     assert len(again.blocks) == 12
 
 
+# What the Trainer, Lightning and what they import say of a machine without a GPU.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*:UserWarning")
 def test_the_pages_on_python_run_from_top_to_bottom(repository, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     python, own = {}, {}
@@ -256,6 +261,11 @@ def test_the_pages_on_python_run_from_top_to_bottom(repository, tmp_path, monkey
     assert own["loss"].requires_grad
     assert own["policy"].drawn == 1
     assert own["features"].shape[0] == 8
+    assert own["step"] == 3  # of the loop with accelerate, the last on the page
+    assert own["mixed"].requires_grad
+    assert own["answers"].shape == (16, 10)
+    assert own["scores"]["eval_loss"] > 0
+    assert own["lit"].global_step == 4
 
 
 def test_the_page_on_onnx_runs_from_top_to_bottom(

@@ -20,9 +20,10 @@ from PIL import Image
 
 import layershuffle as ls
 from layershuffle.cli import main
+from layershuffle.ground import extras
 from layershuffle.ground.bundled import asset, packaged_file, recipe_file
 from layershuffle.ground.errors import UsageError
-from layershuffle.ground.extras import EXTRAS, missing, require
+from layershuffle.ground.extras import EXTRAS, install_line, missing, require
 from once import build, built_package
 from refusals import refuses
 from without import run_without
@@ -178,6 +179,40 @@ def test_require_names_the_extra() -> None:
         require("study", "no_such_module")
 
 
+class Record:
+    """What pip wrote of an installation; without a text it came from an index."""
+
+    def __init__(self, text: str | None) -> None:
+        self.text = text
+
+    def read_text(self, name: str) -> str | None:
+        assert name == "direct_url.json"
+        return self.text
+
+
+def test_the_line_that_installs_an_extra_is_that_of_the_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From an index, from a clone, editable from a clone, from a wheel, and from a clone that
+    somebody has moved."""
+    clone = tmp_path / "a clone"
+    clone.mkdir()
+    (clone / "pyproject.toml").touch()
+    there = f'"url": "{clone.as_uri()}"'
+    records = {
+        None: "'layershuffle[swarm]'",
+        f'{{{there}, "dir_info": {{}}}}': f"'{clone}[swarm]' '{clone}/host'",
+        f'{{{there}, "dir_info": {{"editable": true}}}}': (
+            f"--editable '{clone}[swarm]' --editable '{clone}/host'"
+        ),
+        f'{{{there}, "archive_info": {{}}}}': "'layershuffle[swarm]'",
+        '{"url": "file:///nowhere", "dir_info": {}}': "'layershuffle[swarm]'",
+    }
+    for text, words in records.items():
+        monkeypatch.setattr(extras, "distribution", lambda name, text=text: Record(text))
+        assert install_line("swarm").endswith(f"pip install {words}"), text
+
+
 CORE = """
 from layershuffle.cli import main
 
@@ -227,11 +262,11 @@ def test_the_core_alone_fits_scores_merges_and_predicts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "<svg" not in (tmp_path / "run0" / "index.html").read_text()
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    named = [re.search(r"Next: pip install 'layershuffle\[(\w+)\]'", line) for line in errors]
+    named = [re.search(r"Next: .*pip install .*\[(\w+)\]", line) for line in errors]
     extras = [match and match[1] for match in named]
     assert extras == ["study"] * 4 + ["datasets"] + ["swarm"] * 3, done.stderr
     assert "bundled:digit-pair.png: 42 " in done.stdout
     # Extras are no fault to `doctor`.
     for name in EXTRAS:
-        assert f"not installed; pip install 'layershuffle[{name}]' for" in done.stdout
-    assert "pip install 'layershuffle[study]' && layershuffle reproduce digits-quick" in done.stdout
+        assert f"not installed; {install_line(name)} for" in done.stdout
+    assert f"{install_line('study')} && layershuffle reproduce digits-quick" in done.stdout

@@ -10,8 +10,10 @@ from functools import cache
 import pytest
 
 from layershuffle.analysis import ANALYSES
-from layershuffle.cli import APP, COMMANDS, SWARM_COMMANDS, main
+from layershuffle.cli import APP, COMMANDS, MEANINGS, SWARM_COMMANDS, main
+from layershuffle.cli.fit import GROUPS
 from layershuffle.core.methods import PRESETS
+from layershuffle.training.settings import FitSettings
 
 NAMES = [*COMMANDS, *(f"swarm {name}" for name in SWARM_COMMANDS)]
 FLAG = r"--[a-z][a-z0-9.-]*[a-z0-9]"
@@ -46,6 +48,19 @@ def test_the_flags_are_frozen():
         flags = {names[0].removeprefix("--") for names in arguments_of(command)}
         assert flags == set(FLAGS[command].split()), command
     assert set(FLAGS) == set(NAMES)
+
+
+def test_every_setting_of_fit_has_a_place_in_its_help():
+    places = [name for names in GROUPS.values() for name in names]
+    assert len(places) == len(set(places))
+    assert set(places) == set(FitSettings.model_fields) - {"model"}
+
+
+def test_what_other_programs_call_an_option_is_none_of_ours():
+    every = set().union(*map(flags_of, NAMES))
+    assert set(MEANINGS) & set(flags_of("fit")) == set()
+    named = {flag for text in MEANINGS.values() for flag in re.findall(FLAG, text)}
+    assert named <= every
 
 
 def test_one_thing_has_one_spelling():
@@ -215,7 +230,7 @@ FLAGS = {
     "replacement resize seed skip-corrupt slots soups threads",
     "ensemble": "batch-size classes compile data device draw ensemble-combine ensemble-orders json "
     "max-images model modes num-orders precision resize seed skip-corrupt threads",
-    "reproduce": "data dry-run only out ray recipe workers",
+    "reproduce": "data dry-run out ray recipe workers",
     "report": "directory",
     "classify": "address api-key-file authority confidence deadline-ms image json min-blocks top",
     "completion": "shell",

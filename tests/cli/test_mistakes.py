@@ -53,6 +53,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("evel", 'Unknown command "evel". Did you mean "eval"? Next: layershuffle --help'),
         ("swarm upp", 'Unknown command "upp". Did you mean "up"? Next: layershuffle swarm --help'),
         ("eval", "MODEL is missing. Next: layershuffle eval --help"),
+        (f"{FIT} --learning-rate 1", "Unknown option: --learning-rate. Next: here it is --lr ("),
+        (f"{FIT} --amp", "Unknown option: --amp. Next: here it is --precision bf16 ("),
+        (
+            f"{FIT} --opt adamw",
+            "Unknown option: --opt. Next: here it is Adam; --weight-decay makes",
+        ),
+        (f"{EVAL} --modes shuffled", "Next: did you mean 'arbitrary'?"),
         ("eval bundled:digits", "--data is missing"),
         ("swarm drain", "HOST is missing"),
         ("merge", "MODEL is missing"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from timm.data import ImageNetInfo
-from timm.models import save_for_hf
+from timm.models._hub import save_for_hf
 from torch.utils.data import Dataset
 from torchvision.models import ViT_B_16_Weights
 from transformers import BeitConfig, BeitForImageClassification

@@ -31,7 +31,7 @@ from saved_models import (
     wider,
     without_the_last_block,
 )
-from timm.models import save_for_hf
+from timm.models._hub import save_for_hf
 from torch import nn
 
 import layershuffle as ls

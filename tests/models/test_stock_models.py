@@ -27,7 +27,7 @@ from saved_models import (
     outputs,
     positioned,
 )
-from timm.models import save_for_hf
+from timm.models._hub import save_for_hf
 from torch import Tensor, nn
 
 import layershuffle as ls

@@ -24,6 +24,7 @@ from starlette.applications import Starlette
 
 from layershuffle.gateway.brain.messages import VisitError
 from layershuffle.gateway.http.files import join_routes
+from layershuffle.ground.extras import install_line
 from once import once
 from waiting import HANGS
 
@@ -254,4 +255,4 @@ def test_the_files_of_the_page_are_its_own(runtime: Path) -> None:
 def test_without_its_extra_the_page_says_what_to_install() -> None:
     answer = answers(None, "/join")
     assert answer.status_code == 501
-    assert "pip install 'layershuffle[browser]'" in answer.text
+    assert install_line("browser") in answer.text

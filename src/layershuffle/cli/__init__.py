@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ HELP_FLAGS = ("--help", "-h")
 # A command is imported once it is chosen: that keeps `--help` under half a second.
 COMMANDS = {
     "demo": ("Rearrange a model's blocks on a page and watch it answer.", "demo:PageCommand"),
-    "fit": ("Refine a model so that its blocks run in any order.", "fit:FIT"),
+    "fit": ("Fine-tune a model so that its blocks run in any order.", "fit:FIT"),
     "predict": ("Name the classes of images.", "eval:PredictCommand"),
     "eval": ("Score a model under many execution orders.", "eval:EvalCommand"),
     "export": ("Write a model as ONNX files for other programs.", "export:ExportCommand"),
@@ -55,6 +56,47 @@ SWARM_COMMANDS = {
     "readmit": ("Start an excluded, drained or dead host.", "asking:ReadmitCommand"),
     "calibrate": ("Measure what to expect of fewer blocks.", "calibrate:CalibrateCommand"),
 }
+# What other programs call an option, and what it is here: nobody misspells them.
+MEANINGS = {
+    "--learning-rate": "--lr",
+    "--bs": "--batch-size",
+    "--num-epochs": "--epochs",
+    "--max-steps": "--steps",
+    "--num-workers": "--workers",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--grad-accum-steps": "--accumulate",
+    "--grad-checkpointing": "--activation-checkpointing",
+    "--clip-grad": "--clip",
+    "--max-grad-norm": "--clip",
+    "--wd": "--weight-decay",
+    "--opt": "Adam; --weight-decay makes it AdamW",
+    "--optimizer": "Adam; --weight-decay makes it AdamW",
+    "--sched": "--schedule",
+    "--lr-scheduler": "--schedule",
+    "--warmup-steps": "--warmup",
+    "--data-dir": "--data",
+    "--dataset": "--data",
+    "--train-dir": "--data",
+    "--output": "--out",
+    "--output-dir": "--out",
+    "--model-name": "--model",
+    "--amp": "--precision bf16",
+    "--bf16": "--precision bf16",
+    "--fp16": "--precision bf16",
+    "--torchcompile": "--compile",
+    "--gpu": "--device cuda",
+    "--cuda": "--device cuda",
+    "--val-split": "--holdout",
+    "--label-map": "--classes",
+    "--report-to": "--log-with",
+    "--config": "--recipe",
+    "--layerdrop": "--method layerdrop",
+    "--shuffle": "--method layershuffle",
+    "--drop-path": "--model 'timm:NAME?drop_path_rate=0.1'",
+    "--img-size": "--model 'timm:NAME?img_size=96'",
+    "--num-classes": "--data, whose classes the model gets",
+    "--resume": "the same command again, which continues a run",
+}
 
 
 def _shown(default: Any) -> str | None:
@@ -72,7 +114,8 @@ def _group(about: str, commands: dict[str, tuple[str, str]], **options: Any) -> 
 
 
 APP = _group(
-    "Vision transformers whose blocks run in any order (arXiv 2407.04513).\n\n"
+    "Fine-tune vision transformers so that their blocks (layers) run in any order, and answer "
+    "while some of them are missing (arXiv 2407.04513).\n\n"
     "Start here: layershuffle predict bundled:digits-swarm bundled:digit-pair.png\n\n"
     "COMMAND --help shows the options of a command; --debug shows the traceback of a failure.",
     COMMANDS,
@@ -90,7 +133,8 @@ APP = _group(
 APP.command(
     _group(
         "Serve a model from hosts that may fail.\n\n"
-        "Needs pip install 'layershuffle[swarm]'. Start here: layershuffle swarm demo",
+        "Needs the extra swarm, which layershuffle doctor says how to install. Start here: "
+        "layershuffle swarm demo",
         SWARM_COMMANDS,
         name="swarm",
     )
@@ -171,6 +215,10 @@ def parse(words: Sequence[str]) -> Command | None:
     except CycloptsError as error:
         # Without all commands, which `next_command` lists with what they do.
         cause, _, _ = _cause(error).partition(" Available commands: ")
+        meant = [MEANINGS[word] for word in re.findall(r"--[a-z0-9-]+", cause) if word in MEANINGS]
+        if "Unknown option" in cause and meant:
+            cause = cause.partition(" Did you mean ")[0]
+            raise UsageError(cause, hint=f"here it is {meant[0]} ({next_command})") from None
         raise UsageError(cause, hint=next_command) from None
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
-from cyclopts import App, ArgumentCollection
+from cyclopts import App, ArgumentCollection, Group, Parameter
 from cyclopts.argument import update_argument_collection
 from pydantic import ValidationError
 
@@ -16,19 +17,64 @@ from layershuffle.ground.errors import SettingsError, UsageError
 from layershuffle.ground.settings import read_recipe
 from layershuffle.training.settings import FitSettings
 
+_FIRST = Group("Model and data", sort_key=1)
+# How `--help` groups the settings: what people set first comes first, and the paper's forms last.
+GROUPS = {
+    _FIRST: ("data", "classes", "resize", "augment", "holdout", "seed"),
+    Group("Method", sort_key=2): (
+        "method", "orders_per_batch", "sequential_every", "exit_weight", "self_distillation",
+        "drop", "min_kept", "max_parallel", "distinct",
+    ),
+    Group("Training", sort_key=3): (
+        "epochs", "steps", "batch_size", "lr", "schedule", "warmup", "weight_decay", "clip",
+        "accumulate",
+    ),
+    Group("Machine", sort_key=4): (
+        "device", "precision", "workers", "threads", "compile", "activation_checkpointing",
+        "parallel", "rank_orders",
+    ),
+    Group("Evaluations, checkpoints and logs", sort_key=5): (
+        "eval_every", "eval_orders", "eval_batch_size", "select_by", "checkpoint_every",
+        "log_every", "log_with", "skip_corrupt", "data_changed",
+    ),
+    Group("Of the paper", sort_key=6): (
+        "position", "kept", "choose", "paper_protocol", "encoding", "prediction",
+    ),
+}  # fmt: skip
+_SHORT = {"batch_size": ("--batch-size", "-b")}
+# The model is the word of the command, so this flag of the settings is out of sight.
+_HIDDEN = "--settings.model"
 
-@dataclass(frozen=True, kw_only=True)
+
+def _arranged() -> None:
+    """Give the settings their group and their place in `--help`, which they do not know."""
+    for group, names in GROUPS.items():
+        for name in names:
+            mark = Parameter(group=group, name=_SHORT.get(name))
+            FitSettings.model_fields[name].metadata.append(mark)
+    FitSettings.model_fields["model"].metadata.append(Parameter(name=_HIDDEN, show=False))
+
+
+_arranged()
+
+
+@dataclass(frozen=True)
 class FitCommand(Command):
-    """Refine a model so that its blocks run in any order.
+    """Fine-tune a model so that its blocks run in any order, and with some of them missing.
 
-    The settings come from flags, from a recipe, or from both (flags win): those that are marked as
+    Such a model answers while the machines that hold some of its blocks are gone, and one model
+    fits many budgets. Most people need MODEL, --data, --out, --epochs, --batch-size and --lr. The
+    settings come from flags, from a recipe, or from both (flags win): those that are marked as
     required may be in the recipe. You can stop this command at any time; run it again to continue.
     """
 
-    recipe: Path | None = None
+    model: Annotated[str | None, Parameter(group=_FIRST)] = None
+    """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR (Hugging Face) or dir:PATH."""
+    _: KW_ONLY
+    recipe: Annotated[Path | None, Parameter(group=_FIRST)] = None
     """YAML file of settings with the names of the flags, or the name of a recipe of this package
     (digits-base trains a base model from random weights)."""
-    out: Path
+    out: Annotated[Path, Parameter(group=_FIRST)]
     """Directory of the run: model, results, checkpoints."""
     settings: Inline[FitSettings]
 
@@ -56,11 +102,14 @@ class FitCommand(Command):
         return 0
 
 
-def _add_recipe(_app: App, _path: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Give the arguments that no flag has set their values of the recipe."""
-    if not (tokens := arguments["--recipe"].tokens):
-        return
-    recipe = Path(tokens[0].value)
+def _filled_in(_app: App, _path: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Give the arguments without a flag their values of the recipe, and the settings the MODEL."""
+    if arguments["--recipe"].tokens:
+        _add_recipe(Path(arguments["--recipe"].tokens[0].value), arguments)
+    arguments[_HIDDEN].tokens = [*arguments["--model"].tokens]
+
+
+def _add_recipe(recipe: Path, arguments: ArgumentCollection) -> None:
     fields = read_recipe(recipe_file(recipe))
     if "arms" in fields:
         raise UsageError(
@@ -79,5 +128,5 @@ def _add_recipe(_app: App, _path: tuple[str, ...], arguments: ArgumentCollection
     update_argument_collection(fields, str(recipe), arguments, root_keys=(), allow_unknown=False)
 
 
-FIT = App(name="fit", config=_add_recipe)
+FIT = App(name="fit", config=_filled_in)
 FIT.default(FitCommand)

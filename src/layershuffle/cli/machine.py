@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from layershuffle.cli.command import Command
-from layershuffle.ground.extras import EXTRAS, missing
+from layershuffle.ground.extras import EXTRAS, install_line, missing
 from layershuffle.ground.text import listing, shortened
 
 
@@ -43,14 +43,14 @@ class DoctorCommand(Command):
         findings = list(_findings())
         rows = [(f"{'ok ' if good else 'NO '} {name}", text) for name, good, text in findings]
         rows += [_extra(name) for name in EXTRAS]
-        install = "pip install 'layershuffle[study]' && " if missing("study") else ""
+        install = f"{install_line('study')} && " if missing("study") else ""
         print(
             f"{listing(rows)}\n\n"
             "Next: layershuffle predict bundled:digits-swarm bundled:digit-pair.png   (seconds, no "
             "download)\n"
             f"      {install}layershuffle reproduce digits-quick   (7 to 11 minutes on two "
             "cores, no download)\n"
-            "      layershuffle fit --model timm:NAME --data folder:DIR "
+            "      layershuffle fit timm:NAME --data folder:DIR "
             "--out DIR"
         )
         return 0 if all(good for _, good, _ in findings) else 1
@@ -63,7 +63,7 @@ def _extra(name: str) -> tuple[str, str]:
         return f"ok  extra {name}", extra.brings
     partly = len(lacking) < len(extra.modules)
     state = f"without {shortened(lacking)}" if partly else "not installed"
-    return f"-   extra {name}", f"{state}; pip install 'layershuffle[{name}]' for {extra.brings}"
+    return f"-   extra {name}", f"{state}; {install_line(name)} for {extra.brings}"
 
 
 def _findings() -> Iterator[tuple[str, bool, str]]:

@@ -264,7 +264,7 @@ def check_classifier(model: nn.Module) -> None:
     if getattr(getattr(model, "backbone", model), "num_classes", None) == 0:
         raise UsageError(
             "The model has no classifier, so it has no accuracy",
-            hint="layershuffle fit --model ... --data ... gives it one",
+            hint="layershuffle fit MODEL --data ... gives it one",
         )
 
 

@@ -523,6 +523,8 @@ def _parse_mode(text: str) -> Mode:
     if name != "kept" or not 1 <= len(options) <= 3 or not options[0].isdecimal():
         choices = ("sequential", "arbitrary", ":".join(["kept", *(options or ["9"])]))
         hint = did_you_mean(":".join(words), choices, otherwise=f"modes are {_FORMS}")
+        if words == ["shuffled"]:
+            hint = "did you mean 'arbitrary'?"
         raise UsageError(f"{text!r} is not an evaluation mode", hint=hint)
     order, choose = [*options[1:], *("sequential", "random")[len(options) - 1 :]]
     # Kept itself checks the words, so that there is one list of them.

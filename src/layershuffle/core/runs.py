@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.autograd.graph import queue_callback
 
 from layershuffle.core.hooks import BlockHook
+from layershuffle.core.torch_private import queue_callback
 
 if TYPE_CHECKING:
     from layershuffle.core.checks.requests import StackRequests

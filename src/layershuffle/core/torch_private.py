@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -86,3 +87,16 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException, graph_limit_error()
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Let torch call `callback` at the end of the backward pass in which this code runs.
+
+    Raises `RuntimeError` outside of a backward pass. Before 2.15 torch has this only on its
+    private engine; from 2.15 on it is `torch.autograd.graph.queue_callback`.
+    """
+    public = getattr(torch.autograd.graph, "queue_callback", None)
+    if public is not None:
+        public(callback)
+        return
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -44,7 +44,7 @@ def match_classes(
     """
     classes = data.classes
     both = f"{place} and {data.spec}"
-    hint = f"layershuffle fit --model ... --data {data.spec} makes a new head; "
+    hint = f"layershuffle fit MODEL --data {data.spec} makes a new head; "
     hint += "or use data with the model's classes"
     if some and names is not None and 0 < len(classes) < outputs == len(names):
         part = _indices_in(names, classes)

@@ -1,4 +1,4 @@
-"""What `pip install 'layershuffle[NAME]'` brings beside the core, and the error without it.
+"""What an extra brings beside the core, how it is installed, and the error without it.
 
 The core has what `fit`, `eval`, `merge` and `predict` need. Here stand the names by which packages
 are imported; pyproject.toml has those by which they are installed (a test compares the two).
@@ -6,8 +6,15 @@ are imported; pyproject.toml has those by which they are installed (a test compa
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
+from urllib.parse import unquote, urlsplit
 
 from layershuffle.ground.errors import UsageError
 
@@ -47,6 +54,8 @@ EXTRAS = {
     ),
     "browser": Extra("browser tabs as hosts of a swarm: /join", ("layershuffle_browser",)),
 }
+# The folders of a clone that are packages of their own, by the module that each of them has.
+_PARTS = {"host": "layershuffle_host", "browser": "layershuffle_browser"}
 
 
 def installed(module: str) -> bool:
@@ -70,5 +79,48 @@ def require(extra: str, *modules: str) -> None:
         raise UsageError(
             f"This needs packages that are not installed: {', '.join(lacking)} "
             f"(the extra {extra!r}: {EXTRAS[extra].brings})",
-            hint=f"pip install 'layershuffle[{extra}]'",
+            hint=install_line(extra),
         )
+
+
+def install_line(extra: str) -> str:
+    """The command that adds `extra` to this installation of the package.
+
+    A release comes from a package index, and so do its extras. What was installed from a clone is
+    installed from that clone again, with the parts of it that the extra needs.
+
+        install_line("study")  # pip install '/home/me/layershuffle[study]'
+    """
+    pip = shutil.which("pip")
+    words = ["pip", "install"]
+    if pip is None or Path(pip).parent != Path(sys.executable).parent:  # that of another Python
+        words = [sys.executable, "-m", "pip", "install"]
+    clone, editable = _clone()
+    if clone is None:
+        return " ".join([*map(quote, words), f"'layershuffle[{extra}]'"])
+    parts = [f"{clone}[{extra}]"]
+    for folder, module in _PARTS.items():
+        if module in EXTRAS[extra].modules:
+            parts.append(f"{clone / folder}")
+    for part in parts:
+        words += ["--editable", part] if editable else [part]
+    return " ".join(map(quote, words))
+
+
+def _clone() -> tuple[Path | None, bool]:
+    """The clone that this package was installed from, and whether edits there take effect.
+
+    There is none for a release, and for a clone that has gone.
+    """
+    try:
+        # pip writes this file for all that does not come from an index (PEP 610).
+        text = distribution("layershuffle").read_text("direct_url.json")
+    except PackageNotFoundError:  # the sources of a clone, without an installation
+        text = None
+    if text is None:
+        return None, False
+    source = json.loads(text)
+    clone = Path(unquote(urlsplit(source["url"]).path))
+    if "dir_info" not in source or not (clone / "pyproject.toml").exists():
+        return None, False
+    return clone, source["dir_info"].get("editable", False)

@@ -284,7 +284,7 @@ def view_of_config(backbone: Backbone, config: Mapping[str, Any]) -> ImageView:
 
     Raises the errors of `image_view`.
     """
-    channels = int(getattr(backbone, "in_chans", None) or config["input_size"][0])
+    channels = _channels(backbone) or int(config["input_size"][0])
     height, width = image_size(backbone) or tuple(config["input_size"][1:])
     if config["crop_mode"] not in _CROP_MODES:
         raise UsageError(
@@ -322,6 +322,14 @@ def image_size(backbone: Backbone) -> tuple[int, int] | None:
     return size_pair(size) if size is not None else None
 
 
+def _channels(backbone: Backbone) -> int | None:
+    """The number of channels of the input of `backbone`, `None` if it is unknown."""
+    projection = getattr(getattr(backbone, "patch_embed", None), "proj", None)
+    # timm before 1.0.20 has the number in the projection of the patches only.
+    found = getattr(backbone, "in_chans", None) or getattr(projection, "in_channels", None)
+    return None if found is None else int(found)
+
+
 def _architecture(backbone: Backbone) -> str:
     name = (getattr(backbone, "pretrained_cfg", None) or {}).get("architecture")
     if not name:
@@ -337,7 +345,14 @@ def _known_args(backbone: Backbone) -> dict[str, Any]:
     """Arguments recorded by timm (1.0.31 or later) or by `build`, else those of its attributes."""
     args = {**getattr(backbone, "_model_args", {}), **origin_of(backbone).model_args}
     if not args:
-        args = {"in_chans": getattr(backbone, "in_chans", None), "img_size": image_size(backbone)}
+        args = {"in_chans": _channels(backbone), "img_size": image_size(backbone)}
+        blocks = getattr(backbone, "blocks", None)
+        if blocks is not None and hasattr(backbone, "embed_dim"):  # a vision transformer
+            args["embed_dim"] = backbone.embed_dim
+            args["depth"] = len(blocks)
+            args["num_heads"] = getattr(getattr(blocks[0], "attn", None), "num_heads", None)
+            patch_size = getattr(getattr(backbone, "patch_embed", None), "patch_size", None)
+            args["patch_size"] = patch_size and patch_size[0]
     return {k: v for k, v in args.items() if v is not None and k not in _RESERVED}
 
 

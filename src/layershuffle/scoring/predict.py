@@ -104,7 +104,7 @@ def predict(
     if not classes:
         raise UsageError(
             "The model has no classifier, so it cannot name classes",
-            hint="layershuffle fit --model ... --data ... gives it one",
+            hint="layershuffle fit MODEL --data ... gives it one",
         )
     if classes == 1:
         raise UsageError(

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from layershuffle.gateway.http.images import takes_pairs
 from layershuffle.ground.bundled import asset
-from layershuffle.ground.extras import installed
+from layershuffle.ground.extras import install_line, installed
 
 if TYPE_CHECKING:
     from layershuffle.gateway.http.requests import Gateway
@@ -44,9 +44,9 @@ _KINDS = MimeTypes()  # of the standard library's own table, whatever this machi
 _SHARED = (
     "card.js", "dom.js", "icon.svg", "page.css", "pairs.json", "pairs.png", "picture.js",
 )  # fmt: skip
-_MISSING = """A tab cannot be a host here: this gateway lacks ONNX Runtime for browsers. Install it:
+_MISSING = f"""A tab cannot be a host here: this gateway lacks ONNX Runtime for browsers. Type:
 
-    pip install 'layershuffle[browser]'
+    {install_line("browser")}
 """
 
 
