@@ -29,7 +29,6 @@ from layershuffle.gateway.client.judging import COLUMNS, Ask, Reply, asking, cel
 from layershuffle.gateway.client.labelled import labelled_images
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.service import running_service
-from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.app import create_app
 from layershuffle.gateway.http.requests import Gateway
 from layershuffle.gateway.http.start import local_hosts
@@ -140,8 +139,7 @@ async def measure(scenarios: Sequence[ScenarioName], requests: int) -> list[Clai
         local_hosts(coordinator, HOSTS),
     ):
         await coordinator.ready(HOSTS, within=60)
-        limits = GatewayLimits(rate=1e5, burst=1e5)
-        gateway = Gateway(remote_model, coordinator, limits=limits, model=DEFAULT_MODEL)
+        gateway = Gateway(remote_model, coordinator, model=DEFAULT_MODEL)
         transport = httpx.ASGITransport(app=create_app(gateway))
         async with AsyncSwarmClient("http://127.0.0.1", patience=0, transport=transport) as client:
             ask = asking(client, images, deadline_ms=DEADLINE_MS, patient=True)

@@ -24,7 +24,6 @@ from forked import SERVER
 from layershuffle.data.digits import DigitPairs
 from layershuffle.ground.errors import Interrupted, TrainingError, UsageError
 from layershuffle.ground.machine import processor
-from layershuffle.training import fit
 from layershuffle.training.history import COLUMNS, SCORES, add_row, begin_history, read_history
 from layershuffle.training.loop import epoch_rows
 from refusals import refuses
@@ -94,7 +93,7 @@ def test_a_model_without_position_parts_is_trained_as_it_is(tmp_path, monkeypatc
         trained.append(type(state.model))
         LOOP.train(state, **how)
 
-    monkeypatch.setattr(sys.modules["layershuffle.training.fit"], "train", training)
+    monkeypatch.setattr(sys.modules["layershuffle.training.run"], "train", training)
     fit(settings(), tmp_path / "plain")
     fit(settings(method="layershuffle-position"), tmp_path / "position")
     assert trained == [VisionTransformer, ls.PositionedModel]
@@ -275,7 +274,7 @@ def test_a_missing_gpu(tmp_path, monkeypatch):
 
 def test_killed_after_the_last_checkpoint_trains_no_further(tmp_path, monkeypatch):
     """In the middle of an epoch, between the last checkpoint and the result."""
-    module, run = sys.modules["layershuffle.training.fit"], settings(steps=4, schedule="constant")
+    module, run = sys.modules["layershuffle.training.run"], settings(steps=4, schedule="constant")
     finish = module._finish
 
     def killed(*arguments):

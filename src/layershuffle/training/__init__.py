@@ -2,10 +2,10 @@
 
 A run directory holds `settings.yaml`, `checkpoints/` (to resume after a kill), `model/` (the best
 state so far, in its library's own layout), `history.csv` (what was logged, by step) and, at the
-end, `result.json` and `index.html`, which shows the curves.
+end, `result.json` and `index.html`, which shows the curves. The names of `__init__.pyi` are loaded
+when they are first used: the settings of a training need no torch.
 """
 
-from layershuffle.training.distributed import is_first_process
-from layershuffle.training.fit import FitResult, fit
+import lazy_loader
 
-__all__ = ["FitResult", "fit", "is_first_process"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
