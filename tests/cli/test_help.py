@@ -235,8 +235,8 @@ FLAGS = {
     "classify": "address api-key-file authority confidence deadline-ms image json min-blocks top",
     "completion": "shell",
     "doctor": "",
-    "swarm up": "copies hosts https-certificate https-key keys listen log-json memory-mb "
-    "min-accuracy model page port public ray state token-file trusted-proxy wire",
+    "swarm up": "copies hosts hosts-port https-certificate https-key keys listen log-json "
+    "memory-mb min-accuracy model page port public ray state token-file trusted-proxy wire",
     "swarm demo": "",
     "swarm status": "address api-key-file authority json",
     "swarm drain": "address authority host operator-key-file state",

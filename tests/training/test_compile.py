@@ -20,6 +20,7 @@ import layershuffle as ls
 from common import FAMILIES, images, logits_of
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.stack import blocks_of, recomputing
+from layershuffle.training import fit
 
 # torch's own warnings while it traces.
 pytestmark = [

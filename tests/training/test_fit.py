@@ -24,6 +24,7 @@ from forked import SERVER
 from layershuffle.data.digits import DigitPairs
 from layershuffle.ground.errors import Interrupted, TrainingError, UsageError
 from layershuffle.ground.machine import processor
+from layershuffle.training import fit
 from layershuffle.training.history import COLUMNS, SCORES, add_row, begin_history, read_history
 from layershuffle.training.loop import epoch_rows
 from refusals import refuses

@@ -26,6 +26,7 @@ from layershuffle.ground.errors import Interrupted, ModelFileError, UsageError
 from layershuffle.models import class_names_of, image_view, set_class_names
 from layershuffle.scoring.evaluate_spec import evaluate_spec
 from layershuffle.scoring.settings import EvalSettings
+from layershuffle.training import fit
 from layershuffle.training.settings import FitSettings
 
 FOLDERS = ("disk", "grid", "stripe")  # in the order in which folders are numbered

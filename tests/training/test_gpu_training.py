@@ -5,6 +5,7 @@ import torch
 from runs import assert_same_weights, losses, settings, weights
 
 from layershuffle.ground.errors import TrainingError
+from layershuffle.training import fit
 
 pytestmark = [
     pytest.mark.gpu,

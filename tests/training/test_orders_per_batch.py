@@ -11,6 +11,7 @@ import layershuffle as ls
 from layershuffle.data import DataOptions, open_data
 from layershuffle.ground.errors import SettingsError
 from layershuffle.models import image_view
+from layershuffle.training import fit
 from layershuffle.training.loop import Event, epoch_rows
 from refusals import refuses
 

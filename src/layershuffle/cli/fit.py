@@ -23,7 +23,7 @@ GROUPS = {
     _FIRST: ("data", "classes", "resize", "augment", "holdout", "seed"),
     Group("Method", sort_key=2): (
         "method", "orders_per_batch", "sequential_every", "exit_weight", "self_distillation",
-        "drop", "min_kept", "max_parallel", "distinct",
+        "drop", "min_kept", "max_parallel", "distinct", "fixed",
     ),
     Group("Training", sort_key=3): (
         "epochs", "steps", "batch_size", "lr", "schedule", "warmup", "weight_decay", "clip",

@@ -189,6 +189,7 @@ class RunSpec(Task[RunResult]):
 
     def run(self, out: Path, say: Say) -> RunResult:
         from layershuffle.scoring.evaluate_spec import check_modes, evaluate_spec, score_rows
+        from layershuffle.training import fit
 
         method = self.settings.build_method()
         # Before the training, not after it.
