@@ -76,11 +76,11 @@ class Drill:
         async def mend_hosts() -> None:
             watches.append(asyncio.create_task(self._mended(victims)))
 
-        before: dict[int, Callable[[], Awaitable[None]]] = {self.requests // 4: break_hosts}
+        events: dict[int, Callable[[], Awaitable[None]]] = {self.requests // 4: break_hosts}
         if scenario.lasts:
-            before[3 * self.requests // 4] = mend_hosts
+            events[3 * self.requests // 4] = mend_hosts
         try:
-            replies = await sent(self.ask, self.requests, before=before)
+            replies = await sent(self.ask, self.requests, events=events)
             (watch,) = watches
             # A host that lies now and then is found only while requests go on.
             while not watch.done():

@@ -17,7 +17,7 @@ import layershuffle as ls
 from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.gateway.http.admission import GatewayLimits
-from layershuffle.gateway.http.images import batch_of
+from layershuffle.gateway.http.images import image_batch
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.images import pixels as module
 from layershuffle.images.pixels import (
@@ -110,7 +110,7 @@ def test_training_scoring_predict_and_the_gateway_turn_alike(tmp_path: Path) -> 
     plain, rotated = ls.predict("bundled:digits-swarm", files)
     assert plain.top == rotated.top
     most = GatewayLimits().max_pixels
-    first, second = (batch_of(Path(f).read_bytes(), view, most_pixels=most) for f in files)
+    first, second = (image_batch(Path(f).read_bytes(), view, most_pixels=most) for f in files)
     assert np.array_equal(first, second)
 
 

@@ -354,8 +354,8 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_distribution_is_small_and_stands_alone(repository: Path) -> None:
     source = repository / "host" / "src" / "layershuffle_host"
     lines = {path.name: len(path.read_text().splitlines()) for path in source.glob("*.py")}
-    assert sum(lines.values()) <= 1100, lines
-    assert lines["wire.py"] <= 200
+    assert sum(lines.values()) <= 1200, lines
+    assert lines["wire.py"] <= 220
     text = "\n".join(path.read_text() for path in source.glob("*.py"))
     imported = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE))
     others = imported - set(sys.stdlib_module_names) - {"layershuffle_host"}

@@ -20,7 +20,7 @@ from common import FAMILIES, ORDERS, images, logits_of, redraw
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import running
 from layershuffle.ground.errors import ModelFileError, UsageError
-from layershuffle.merging.group import MergeGroup, averaged, ends_of, merge
+from layershuffle.merging.group import MergeGroup, averaged, end_tensors, merge
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
 from layershuffle.models.files import weights_digest
 from layershuffle.models.origin import Origin, remember
@@ -186,8 +186,8 @@ def test_base_ends():
     with refuses(UsageError):
         merge(donors, plan)
     view = MergeGroup(donors, base=base).merge(plan)
-    stem, head = ends_of(view)
-    assert all(tensor is ends_of(base)[0][name] for name, tensor in stem.items())
+    stem, head = end_tensors(view)
+    assert all(tensor is end_tensors(base)[0][name] for name, tensor in stem.items())
     assert torch.equal(head["head.weight"], averaged([d.head.weight for d in donors]))
     other = copy.deepcopy(base)
     other.head = nn.Linear(32, 7)

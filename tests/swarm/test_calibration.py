@@ -42,8 +42,8 @@ from layershuffle.gateway.brain.sureness import (
 )
 from layershuffle.gateway.calibration.calibration import (
     calibration_path,
-    expected_at,
-    expected_over,
+    expected_accuracy,
+    expected_interval,
     read_calibration,
     rounds_of,
     useful_blocks,
@@ -183,12 +183,14 @@ def test_what_pays_is_run():
 
 def test_expected_of_what_ran():
     calibration = with_rows(GRID)
-    expected = expected_at(calibration, Cell(2, 2, 3))
+    expected = expected_accuracy(calibration, Cell(2, 2, 3))
     assert (expected.top1, expected.kept, expected.passes, expected.parallel) == (82, 2, 2, 3)
     assert (expected.low, expected.high, expected.orders_low) == (15, 22, 11)
     assert (expected.orders, expected.images, expected.data) == (7, 90, "digit-pairs")
-    assert expected_at(calibration, Cell(3, 2)).top1 == 90, "the most passes that were measured"
-    assert expected_at(calibration, Cell(3, 1, 4)) is None
+    assert expected_accuracy(calibration, Cell(3, 2)).top1 == 90, (
+        "the most passes that were measured"
+    )
+    assert expected_accuracy(calibration, Cell(3, 1, 4)) is None
 
 
 def of_one_block(values, *, images):
@@ -265,9 +267,9 @@ def test_useful_blocks_have_half_of_the_accuracy(tops, useful):
     assert useful_blocks(None) == 1
 
 
-def test_expected_over():
+def test_expected_interval():
     """Closed form: half the answers with four blocks, half with two."""
-    mean, low, high = expected_over(made_up(), [Cell(4), Cell(2)] * 50)
+    mean, low, high = expected_interval(made_up(), [Cell(4), Cell(2)] * 50)
     chance = 1.96 * math.sqrt(60 * 40 / 100)
     assert mean == 60
     assert low == pytest.approx(60 - math.hypot(5, chance))

@@ -63,7 +63,7 @@ def test_what_happens_before_a_request_happens_once_and_no_more_are_under_way_th
     async def note():
         happened.append(loop_time())
 
-    replies = run_virtual(sent(ask, 30, before={12: note}, concurrency=5))
+    replies = run_virtual(sent(ask, 30, events={12: note}, concurrency=5))
     assert sorted(reply.ms for reply in replies) == list(range(30))
     assert most == 5
     assert happened == [pytest.approx(0.002)], "ten were answered"

@@ -35,9 +35,9 @@ from layershuffle.page.workbench import (
     ORDINARY,
     OURS,
     Workbench,
+    model_title,
+    open_workbench,
     same_training,
-    title_of,
-    workbench_of,
 )
 from layershuffle.scoring.predict import predict
 from pictures import DIGIT_VIEW
@@ -50,7 +50,7 @@ MOST_BYTES = 60_000
 @pytest.fixture(scope="module")
 def workbench():
     """The shipped models."""
-    return workbench_of(OURS, beside=ORDINARY)
+    return open_workbench(OURS, ordinary=ORDINARY)
 
 
 def ask(workbench, method, path, **options):
@@ -130,7 +130,7 @@ def test_the_shipped_models_were_trained_for_as_long_and_the_page_says_it(workbe
 def test_a_packaged_name_alone_makes_no_claim(specs):
     """The second of `digits` was trained for 3,000 steps, and two others are not compared."""
     first, second = specs
-    facts = workbench_of(first, beside=second).facts()
+    facts = open_workbench(first, ordinary=second).facts()
     titles = {
         ORDINARY: "Ordinary model",
         OURS: "Shuffled model",
@@ -159,7 +159,7 @@ def test_a_packaged_name_alone_makes_no_claim(specs):
     ],
 )
 def test_a_title_says_how_a_model_was_trained(record, title):
-    assert title_of(record) == title
+    assert model_title(record) == title
 
 
 def test_the_length_of_a_training_is_in_steps_or_in_epochs():
@@ -349,7 +349,7 @@ def test_a_model_of_ones_own_answers_beside_another_for_pictures_of_its_data(tmp
             for number in range(3):
                 image = Image.new("RGB", (20, 20), (250 * shade, number, 0))
                 image.save(tmp_path / split / name / f"{number}.png")
-    bench = workbench_of(spec, beside=spec, data=f"folder:{tmp_path}")
+    bench = open_workbench(spec, ordinary=spec, data=f"folder:{tmp_path}")
     facts = ask(bench, "GET", "/page/facts").json()
     assert facts["pairs"]
     foreign = {"name": spec, "title": "Model"}  # nobody knows how it was trained

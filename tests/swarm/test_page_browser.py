@@ -25,7 +25,7 @@ from layershuffle.gateway.http.requests import Gateway
 from layershuffle.gateway.http.start import local_hosts
 from layershuffle.ground.bundled import asset
 from layershuffle.page.app import demo_app
-from layershuffle.page.workbench import ORDINARY, OURS, workbench_of
+from layershuffle.page.workbench import ORDINARY, OURS, open_workbench
 
 FIRST = "7,2,10,0,5,11,3,8,1,9,4,6"
 SEQUENTIAL = ",".join(map(str, range(12)))
@@ -35,7 +35,7 @@ BLANK = "\u00a0"
 @pytest.fixture(scope="module")
 def workbench():
     """The shipped models."""
-    return workbench_of(OURS, beside=ORDINARY)
+    return open_workbench(OURS, ordinary=ORDINARY)
 
 
 @pytest.fixture(scope="module")

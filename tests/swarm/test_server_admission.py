@@ -27,8 +27,8 @@ from layershuffle.gateway.brain.messages import VisitError
 from layershuffle.gateway.brain.state import HostView
 from layershuffle.gateway.http import images
 from layershuffle.gateway.http import keys as keys_module
-from layershuffle.gateway.http.admission import Admission, GatewayLimits, client_of
-from layershuffle.gateway.http.keys import Keys, secret_in
+from layershuffle.gateway.http.admission import Admission, GatewayLimits, client_name
+from layershuffle.gateway.http.keys import Keys, read_secret
 from layershuffle.gateway.http.listening import listening
 from layershuffle.ground.errors import UsageError
 from pictures import file_of
@@ -63,11 +63,11 @@ def test_which_addresses_this_machine_alone_reaches():
 
 
 def test_addresses_of_one_client():
-    assert client_of("10.0.0.1") == client_of("::ffff:10.0.0.1") == "10.0.0.1"
-    assert client_of("10.0.0.2") != client_of("10.0.0.1")
-    assert client_of("2001:db8::1") == client_of("2001:db8::ffff") == "2001:db8::/64"
-    assert client_of("2001:db8:0:1::1") != client_of("2001:db8::1")
-    assert client_of("unix") == "unix"
+    assert client_name("10.0.0.1") == client_name("::ffff:10.0.0.1") == "10.0.0.1"
+    assert client_name("10.0.0.2") != client_name("10.0.0.1")
+    assert client_name("2001:db8::1") == client_name("2001:db8::ffff") == "2001:db8::/64"
+    assert client_name("2001:db8:0:1::1") != client_name("2001:db8::1")
+    assert client_name("unix") == "unix"
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_secrets_as_kubernetes_mounts_them(tmp_path, owner, mode, taken):
     path.chmod(mode)
     os.chown(path, owner, 0)
     if taken:
-        assert secret_in(path, what="token", hint="") == "a token"
+        assert read_secret(path, what="token", hint="") == "a token"
     else:
         with pytest.raises(UsageError, match="Other users may read"):
-            secret_in(path, what="token", hint="")
+            read_secret(path, what="token", hint="")
 
 
 # --- requests among others ------------------------------------------------------------------------
@@ -392,7 +392,7 @@ def test_requests_that_wait_when_the_gateway_ends_are_told_so():
         url = "/v1/classify?min_blocks=4&deadline_ms=30000"
         async with AsyncExitStack() as stack:
             listener, _ = await stack.enter_async_context(
-                listening(place.app, at_end=admission.end)
+                listening(place.app, on_end=admission.end)
             )
             base = f"http://127.0.0.1:{listener.port}"
             client = httpx.AsyncClient(base_url=base, timeout=HANGS)

@@ -26,7 +26,12 @@ from layershuffle.core.stack import running
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.http import images
 from layershuffle.gateway.http.admission import GatewayLimits
-from layershuffle.gateway.http.images import MAX_CHUNKS, batch_of, count_markers, without_metadata
+from layershuffle.gateway.http.images import (
+    MAX_CHUNKS,
+    count_markers,
+    image_batch,
+    without_metadata,
+)
 from layershuffle.gateway.http.listening import listening
 from layershuffle.gateway.http.operator import add_operator
 from layershuffle.models import image_view
@@ -160,7 +165,7 @@ import json, sys
 from pathlib import Path
 from layershuffle.ground.errors import DataError
 from layershuffle.images.view import ImageView
-from layershuffle.gateway.http.images import batch_of
+from layershuffle.gateway.http.images import image_batch
 
 def peak():
     (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
@@ -175,7 +180,7 @@ for path in sys.argv[1:]:
         Path("/proc/self/clear_refs").write_text("5")
         before = peak()
         try:
-            shape = batch_of(file, view, most_pixels=25_000_000).shape
+            shape = image_batch(file, view, most_pixels=25_000_000).shape
         except DataError:
             shape = None
         print(json.dumps([Path(path).name, resize, channels, shape, peak() - before]))
@@ -228,7 +233,7 @@ LIMITS = GatewayLimits(max_body_bytes=200_000, max_pixels=40_000, body_ms=300)
 SWARM = Limits(reserve_ms=5, deadline_ms=9000, hop_floor_ms=5000, hop_cap_ms=5000)  # never late
 GOOD = file_of(picture())
 MODEL = VIT.wrapped()
-BATCH = batch_of(GOOD, image_view(MODEL), most_pixels=10_000)
+BATCH = image_batch(GOOD, image_view(MODEL), most_pixels=10_000)
 KINDS = {kind: file_of(picture(), kind) for kind in ("PNG", "JPEG", "WEBP", "BMP")}
 WORDS = [
     "", " ", "0", "-1", "1e400", "NaN", "Infinity", "-inf", "0x10", "1_000", "9" * 5000, "null",

@@ -106,17 +106,17 @@ def test_when_a_connection_waits_for_its_client():
         ):
             await until(lambda: listener.open)
             (connection,) = listener.open.values()
-            since = connection.since
-            listener.cut(since + PATIENCE - 1)
+            start = connection.silence_start
+            listener.cut(start + PATIENCE - 1)
             writer.write(HEAD)
             await begun.wait()
-            assert connection.since is None
-            listener.cut(since + 1000 * PATIENCE)
+            assert connection.silence_start is None
+            listener.cut(start + 1000 * PATIENCE)
             free.set()
             await reader.readuntil(b"\r\n\r\n\0\0")
-            await until(lambda: connection.since is not None)
-            assert connection.since > since
-            listener.cut(connection.since + PATIENCE)
+            await until(lambda: connection.silence_start is not None)
+            assert connection.silence_start > start
+            listener.cut(connection.silence_start + PATIENCE)
             await closed(reader)
             await until(lambda: not listener.open)
 

@@ -20,7 +20,7 @@ from layershuffle.gateway.calibration.calibration import Expected
 from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.http import start
 from layershuffle.gateway.http.answers import Classification, Guess, Times
-from layershuffle.gateway.http.operator import operator_of, published, state_directory
+from layershuffle.gateway.http.operator import find_operator, published, state_directory
 from layershuffle.gateway.http.start import Serving, serve_swarm
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError, UsageError
@@ -141,7 +141,7 @@ def served(tmp_path, work, *, keys=None):
         gc.unfreeze()
         coordinator, *_ = await opened
         assert gc.get_freeze_count() > 0, "a full collection would hold the gateway up"
-        operator = operator_of(state)
+        operator = find_operator(state)
         try:
             await asyncio.to_thread(work, operator, coordinator)
             with pytest.raises(UsageError, match="runs already"):
@@ -154,7 +154,7 @@ def served(tmp_path, work, *, keys=None):
     asyncio.run(go())
     assert [path.name for path in (tmp_path / "s").iterdir()] == ["lock"]
     with pytest.raises(UsageError, match="No swarm of this user runs"):
-        operator_of(str(tmp_path / "s"))
+        find_operator(str(tmp_path / "s"))
 
 
 def url_of(operator):

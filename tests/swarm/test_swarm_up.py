@@ -22,7 +22,7 @@ from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.client.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.gateway.client.judging import asking, judged, sent
 from layershuffle.gateway.client.labelled import labelled_images
-from layershuffle.gateway.http.operator import operator_of, published
+from layershuffle.gateway.http.operator import find_operator, published
 from layershuffle.ground.bundled import asset
 from layershuffle.models import load
 from waiting import HANGS, wait_for, wait_for_address
@@ -127,9 +127,9 @@ def test_requests_are_answered_while_a_third_of_the_hosts_dies(swarm):
             async def kill():
                 await asyncio.to_thread(operator.command, "kill", host="host-3")
 
-            return await sent(ask, 400, before={100: kill})
+            return await sent(ask, 400, events={100: kill})
 
-    with closing(operator_of(state)) as operator:
+    with closing(find_operator(state)) as operator:
         replies = asyncio.run(asked())
         assert {reply.ended for reply in replies} <= {"answered", "degraded"}
         verdict = judged(replies, calibration_of(ServedModel(asset("digits-onnx"))))

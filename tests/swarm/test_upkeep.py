@@ -27,7 +27,7 @@ from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.service import running_service
 from layershuffle.gateway.http import upkeep as upkeep_of
-from layershuffle.gateway.http.keys import expiry_of
+from layershuffle.gateway.http.keys import certificate_expiry
 from layershuffle.gateway.http.listening import listening
 from layershuffle.gateway.http.start import Serving
 from layershuffle.gateway.http.upkeep import Upkeep
@@ -57,7 +57,7 @@ def test_an_expired_certificate_is_said_at_the_start(days, tmp_path, caplog):
     """Its date has two digits for the year until 2049, and four from then on."""
     certify(tmp_path)
     renew(tmp_path, days)
-    expires = expiry_of(tmp_path / "cert.pem")
+    expires = certificate_expiry(tmp_path / "cert.pem")
     assert expires.timestamp() == pytest.approx(time.time() + 86_400 * days, abs=HANGS)
     certificate = {"https_certificate": tmp_path / "cert.pem", "https_key": tmp_path / "key.pem"}
     Serving(SwarmSettings(state=str(tmp_path / "state"), **certificate)).operated.close()

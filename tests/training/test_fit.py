@@ -325,12 +325,12 @@ def test_losses_are_means_over_all_steps_since_the_row_before(tmp_path):
 
 def test_rows_after_the_checkpoint_and_half_a_line_are_written_anew(tmp_path):
     path = tmp_path / "history.csv"
-    begin_history(path, at=0)
+    begin_history(path, step=0)
     for step in (1, 2, 3):
         add_row(path, {"step": step, "loss": step / 7})
     whole = path.read_bytes()
     path.write_bytes(whole + b"4,0.57")
-    begin_history(path, at=2)
+    begin_history(path, step=2)
     add_row(path, {"step": 3, "loss": 3 / 7})
     assert path.read_bytes() == whole
 

@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run a host; returns the exit code."""
     flags = parser()
     given = flags.parse_args(words)
-    # Before numpy is there: its own threads would take memory and wait on a busy core.
+    # Before numpy is imported: its own threads would take memory and wait on a busy core.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, str(given.threads))
 

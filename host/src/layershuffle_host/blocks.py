@@ -13,24 +13,33 @@ from layershuffle_host.wire import State, is_finite
 
 
 class Block:
-    """A loaded block. `shape`: of a state, (tokens, width); `seconds`: for one image; `bytes`."""
+    """A loaded block, which has been tried once.
+
+    `shape` is that of the state of an image, (tokens, width). `seconds` is the time of one image,
+    `bytes` the size of the weights.
+    """
 
     def __init__(
         self, graph: bytes, weights: bytes, *, shape: tuple[int, int], threads: int
     ) -> None:
-        """Load and try it. Raises `RefusedGraph`, or what ONNX Runtime and safetensors raise."""
-        names, tensors = external_tensors(graph), tensors_of(weights)
+        """Load a block and try it.
+
+        Raises `RefusedGraph`, or the errors of ONNX Runtime and safetensors.
+        """
+        names = external_tensors(graph)
+        tensors = tensors_of(weights)
         if names != tensors.keys():
             raise RefusedGraph("these are not the weights of this graph")
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
         # A waiting thread would spin on the one core that a small device has.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # An arena keeps what the largest batch took, for each block.
         options.enable_cpu_mem_arena = False
-        options.log_severity_level = 3  # errors: what is wrong with a block is said here
+        options.log_severity_level = 3  # Errors only: the host logs what is wrong with a block.
         # The session copies them, after it has compared their shapes and dtypes with the graph's.
-        values = [onnxruntime.OrtValue.ortvalue_from_numpy(t) for t in tensors.values()]
+        values = list(map(onnxruntime.OrtValue.ortvalue_from_numpy, tensors.values()))
         options.add_external_initializers(list(tensors), values)
         self._session = onnxruntime.InferenceSession(
             graph, options, providers=["CPUExecutionProvider"]
@@ -38,9 +47,11 @@ class Block:
         inputs = [entry.name for entry in self._session.get_inputs()]
         if len(inputs) != 1 or len(self._session.get_outputs()) != 1:
             raise RefusedGraph("the graph is not one of a block: a state in, a state out")
-        self._input, self.shape, self.bytes = inputs[0], shape, len(weights)
+        self._input = inputs[0]
+        self.shape = shape
+        self.bytes = len(weights)
         # The states of a batch would share the scale of what is quantised as it comes.
-        self._apart = b"DynamicQuantizeLinear" in graph
+        self._one_by_one = b"DynamicQuantizeLinear" in graph
         state = np.zeros((1, *shape), np.float32)
         self.seconds = min(timeit.repeat(lambda: self.run(state), number=1, repeat=2))
 
@@ -49,7 +60,7 @@ class Block:
 
         Raises `RefusedGraph` for another shape or dtype, and for numbers that are not finite.
         """
-        if self._apart and len(state) > 1:
+        if self._one_by_one and len(state) > 1:
             return np.concatenate([self.run(one[None]) for one in state])
         (out,) = self._session.run(None, {self._input: state})
         if out.shape != state.shape or out.dtype != np.float32 or not is_finite(out):

@@ -1,4 +1,4 @@
-"""Files of a model by their SHA-256: fetched over HTTP, kept on disk, checked before use."""
+"""Fetch the files of a model by their SHA-256 over HTTP, store them on disk, and check them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 from layershuffle_host.wire import FILE_PATH
 
 _CHUNK = 1 << 16
-_SECONDS = 10.0  # without a byte
+_SECONDS = 10.0  # a transfer without a byte for this long has failed
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The token is for the gateway alone."""
+    """Follows no redirect, because the token is for the gateway alone."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -92,8 +92,8 @@ class Cache:
     def content(self, digest: str, size: int, *, source: Source, stopped: threading.Event) -> bytes:
         """The content of a file of `size` bytes, fetched where it is not there.
 
-        A cut transfer is taken up where it ended. Raises `OSError` for one that fails or is
-        `stopped`, and for a disk that cannot be written.
+        A transfer that was cut off goes on where it ended. Raises `OSError` if the transfer fails
+        or is `stopped`, and if the disk cannot be written.
         """
         if self._directory is None:
             memory = io.BytesIO()
@@ -102,7 +102,8 @@ class Cache:
             if hashlib.sha256(fetched).hexdigest() != digest:
                 raise OSError(f"what came is not the file {digest[:12]}: other SHA-256")
             return fetched
-        path, part = self._directory / digest, self._directory / f"{digest}.part"
+        path = self._directory / digest
+        part = self._directory / f"{digest}.part"
         if (content := self._read(path, digest)) is not None:
             return content
         with part.open("ab") as file:
@@ -132,7 +133,7 @@ class Cache:
         except FileNotFoundError:
             return None
         if hashlib.sha256(content).hexdigest() != digest:
-            path.unlink(missing_ok=True)  # a damaged disk
+            path.unlink(missing_ok=True)  # The disk has damaged it.
             return None
         os.utime(path)
         return content
@@ -140,10 +141,12 @@ class Cache:
     def _prune(self, *, keep: Path) -> None:
         """Remove files beyond the limit, the one unused for longest first."""
         facts = []
+        total = 0
         for path in keep.parent.glob("?" * 64):  # not what another host still fetches
             with suppress(FileNotFoundError):  # another host may remove files, too
-                facts.append((path.stat().st_mtime, path.stat().st_size, path))
-        total = sum(size for _, size, _ in facts)
+                size = path.stat().st_size
+                facts.append((path.stat().st_mtime, size, path))
+                total += size
         for _, size, path in sorted(facts):
             if total > self._limit and path != keep:
                 path.unlink(missing_ok=True)

@@ -46,13 +46,15 @@ def external_tensors(content: bytes) -> set[str]:
     """
     if len(content) > MAX_GRAPH_BYTES:
         raise RefusedGraph(f"the graph has {len(content)} bytes")
-    names, is_graph = set[str](), False
+    names = set[str]()
+    is_graph = False
     for kind, message in _messages("model", content):
         fields = list(_fields(message))
         for number, value in fields:
             if (kind, number) in _REFUSED:
                 raise RefusedGraph(f"the graph has {_REFUSED[kind, number]}")
-            if (kind, number) in (("opset", 1), ("node", 7)) and value not in (b"", b"ai.onnx"):
+            names_domain = (kind, number) in (("opset", 1), ("node", 7))
+            if names_domain and value not in (b"", b"ai.onnx"):
                 raise RefusedGraph("the graph has operators of another domain than ONNX's own")
         is_graph |= kind == "graph"
         # Of a field that is there twice, protobuf takes the last.
@@ -60,7 +62,10 @@ def external_tensors(content: bytes) -> set[str]:
             raise RefusedGraph("the graph refers to another file than its weights")
         # Numbers elsewhere: the place of a tensor (field 14) is 1, or field 13 says where.
         if kind == "initializer" and ((14, 1) in fields or 13 in dict(fields)):
-            name = b"".join(v for n, v in fields if n == 8 and isinstance(v, bytes))
+            name = b""
+            for number, value in fields:
+                if number == 8 and isinstance(value, bytes):
+                    name += value
             names.add(name.decode(errors="replace"))
     if not is_graph:
         raise RefusedGraph("the file is no ONNX graph")

@@ -33,9 +33,12 @@ from layershuffle_host.files import Cache, Source, is_loopback, usual_cache
 from layershuffle_host.wire import Header, Kind, State, Why, WireError
 
 _log = logging.getLogger("layershuffle_host")
-_OPEN_SECONDS, _DRAIN_SECONDS = 3.0, 10.0
-_FIRST_DELAY, _LONGEST_DELAY = 0.1, 3.0
-_MOST_WAITING, _MOST_WAITING_BYTES = 1024, 128 << 20
+_OPEN_SECONDS = 3.0
+_DRAIN_SECONDS = 10.0
+_FIRST_DELAY = 0.1
+_LONGEST_DELAY = 3.0
+_MOST_WAITING = 1024
+_MOST_WAITING_BYTES = 128 << 20
 # Up to here a block runs where frames are read: changing threads takes as long, and costs more.
 _INLINE_SECONDS = 0.005
 # glibc keeps the memory that loading gave back: as much as the blocks take.
@@ -45,7 +48,10 @@ Key = tuple[str, str]
 
 
 def delays(draw: random.Random) -> Iterator[float]:
-    """Seconds before the first, second, ... try: they grow, apart from others, to a few at most."""
+    """The seconds to wait before the first, second, ... try.
+
+    They grow to a few seconds at most, and are drawn, so that hosts do not try at the same moment.
+    """
     for attempt in itertools.count():
         longest = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(attempt, 16))
         yield longest * draw.uniform(0.5, 1.0)
@@ -53,7 +59,7 @@ def delays(draw: random.Random) -> Iterator[float]:
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A visit that came at `arrived` by a `socket`, whose gateway alone knows it."""
+    """A visit that came at `arrived` through `socket`; only the gateway there knows the visit."""
 
     socket: _Socket
     header: Header
@@ -65,8 +71,9 @@ class _Waiting:
 class Host:
     """A process that serves blocks. `run()` ends after `drain()`.
 
-    `urls`: gateways, as http, https, ws or wss; `memory`: bytes of weights that it takes; `ca`: a
-    file with the certificate of a private authority. Raises `ValueError` for another URL.
+    `urls`: addresses of gateways, with the scheme http, https, ws or wss; `memory`: how many bytes
+    of weights it takes; `ca`: a file with the certificate of a private authority. Raises
+    `ValueError` for a URL of another scheme.
 
         asyncio.run(Host(["ws://127.0.0.1:8000"], token="secret").run())
     """
@@ -82,8 +89,10 @@ class Host:
         cache: Path | None = None,
         ca: Path | None = None,
     ) -> None:
-        self.name, self.instance = name, secrets.token_hex(8)
-        self.memory, self.threads = memory, threads
+        self.name = name
+        self.instance = secrets.token_hex(8)
+        self.memory = memory
+        self.threads = threads
         directory = cache or usual_cache()
         if directory is None:
             _log.info("No file is kept: no place for them can be written (--cache names one)")
@@ -93,10 +102,13 @@ class Host:
         self.blocks: dict[Key, Block] = {}
         self.links = [_Link(self, url, token=token, ca=ca) for url in urls]
         self.waiting: deque[_Waiting] = deque()
-        self.waiting_bytes, self.busy, self.draining = 0, 0, False
-        self._wake, self._drain = asyncio.Event(), asyncio.Event()
+        self.waiting_bytes = 0
+        self.busy = 0
+        self.draining = False
+        self._wake = asyncio.Event()
+        self._drain = asyncio.Event()
         self._pool = ThreadPoolExecutor(1, "block")
-        # Files load one after the other, beside the visits of the blocks that are there.
+        # Files load one after the other, while the blocks that are there serve visits.
         self.loader = ThreadPoolExecutor(1, "files")
 
     async def run(self) -> None:
@@ -121,13 +133,17 @@ class Host:
         self._drain.set()
 
     async def _finish(self) -> None:
-        sockets = [link.socket for link in self.links if link.socket is not None]
-        for socket in sockets:
-            socket.write(wire.text_of("drain"))
-        ways = [socket.transport for socket in sockets]
+        sockets: list[_Socket] = []
+        for link in self.links:
+            if link.socket is not None:
+                link.socket.write(wire.text_of("drain"))
+                sockets.append(link.socket)
+        transports = [socket.transport for socket in sockets]
         try:
             async with asyncio.timeout(_DRAIN_SECONDS):
-                while self.waiting or self.busy or any(w.get_write_buffer_size() for w in ways):
+                while (
+                    self.waiting or self.busy or any(t.get_write_buffer_size() for t in transports)
+                ):
                     await asyncio.sleep(0.005)
                 await asyncio.gather(*(socket.close(1001) for socket in sockets))
         except TimeoutError:
@@ -135,11 +151,13 @@ class Host:
 
     def drop_unassigned(self) -> None:
         """Forget blocks that no gateway wants any more; visits that wait keep theirs."""
-        wanted = {key for link in self.links for key in link.slots.values()}
+        wanted: set[Key] = set()
+        for link in self.links:
+            wanted.update(link.slots.values())
         self.blocks = {key: block for key, block in self.blocks.items() if key in wanted}
 
-    def room_for(self, size: int) -> None:
-        """Raises `MemoryError` if weights of `size` bytes do not fit beside the others."""
+    def require_room(self, size: int) -> None:
+        """Raises `MemoryError` if weights of `size` bytes do not fit with those that are held."""
         held = sum(block.bytes for block in self.blocks.values())
         if held + size > self.memory:
             raise MemoryError(f"no memory: {held} of {self.memory} bytes are taken")
@@ -176,8 +194,9 @@ class Host:
                     await asyncio.sleep(0)
 
     async def _served(self, batch: Sequence[_Waiting]) -> bool:
-        """Run visits of one block together, and answer them; whether that went well."""
-        block, begin = batch[0].block, time.monotonic()
+        """Run visits of one block together, answer them, and return whether that went well."""
+        block = batch[0].block
+        begin = time.monotonic()
         state = np.concatenate([visit.state for visit in batch])
         try:
             if block.seconds * len(state) <= _INLINE_SECONDS:
@@ -188,9 +207,11 @@ class Host:
         except Exception as error:  # noqa: BLE001
             _log.warning("a block failed: %s", error)
             return False
-        micros, together = int(1e6 * (time.monotonic() - begin)), len(state)
+        micros = int(1e6 * (time.monotonic() - begin))
+        together = len(state)
         for visit in batch:
-            state, out = out[: len(visit.state)], out[len(visit.state) :]
+            state = out[: len(visit.state)]
+            out = out[len(visit.state) :]
             if visit.header.dtype != wire.Dtype.FLOAT32:
                 state = np.subtract(state, visit.state, out=state)
             waited = int(1e6 * (begin - visit.arrived))
@@ -200,8 +221,11 @@ class Host:
 
     def _batch(self) -> list[_Waiting]:
         """The oldest visit and those of its block, out of the queue; late ones are refused."""
-        now, block, images = time.monotonic(), self.waiting[0].block, 0
-        batch, others = list[_Waiting](), deque[_Waiting]()
+        now = time.monotonic()
+        block = self.waiting[0].block
+        images = 0
+        batch = list[_Waiting]()
+        others = deque[_Waiting]()
         for visit in self.waiting:
             if visit.block is not block or images + len(visit.state) > wire.MAX_IMAGES:
                 others.append(visit)
@@ -217,20 +241,22 @@ class Host:
 
 
 class _Socket(ClientConnection):
-    """Gives visits to its `link` as they are read, and sends without waiting: the library's queues
-    and tasks between them would cost three turns of the event loop a visit."""
+    """A connection that hands every visit to its `link` at once, and sends without waiting.
+
+    The queues and tasks of the library would cost three turns of the event loop for every visit.
+    """
 
     link: _Link | None = None
 
     def process_event(self, event: Any) -> None:
         whole = isinstance(event, Frame) and event.opcode is Opcode.BINARY and event.fin
         if whole and self.link is not None:
-            with suppress(WireError):  # raised again where the connection is served
+            with suppress(WireError):  # It is raised again where the connection is served.
                 return self.link.visited(self, event.data)
         super().process_event(event)
 
     def write(self, content: str | bytes) -> None:
-        """Send it. What a connection that has ended is to send is lost: nobody wants it."""
+        """Send a text or a binary frame; if the connection has ended, the frame is lost."""
         with suppress(InvalidState):
             if isinstance(content, bytes):
                 self.protocol.send_binary(content)
@@ -244,14 +270,14 @@ class _Socket(ClientConnection):
 
 
 class _Dial(connect):
-    """Goes nowhere else, wherever an answer points: the token is for the gateway alone."""
+    """A dial that follows no redirect, because the token is for the gateway alone."""
 
     def process_redirect(self, exc: Exception) -> Exception:
         return exc
 
 
 class _Link:
-    """The connection to one gateway, which comes back for as long as the host runs."""
+    """The connection to one gateway, which is dialled again for as long as the host runs."""
 
     def __init__(self, host: Host, url: str, *, token: str, ca: Path | None) -> None:
         parts = urlsplit(url)
@@ -261,7 +287,10 @@ class _Link:
         # OpenSSL names no file that is missing.
         tls = ssl.create_default_context(cafile=ca and ca.resolve(strict=True)) if secure else None
         base = f"{parts.netloc}{parts.path.rstrip('/')}"
-        self._host, self._url, self._tls, self._token = host, f"ws{secure}://{base}", tls, token
+        self._host = host
+        self._url = f"ws{secure}://{base}"
+        self._tls = tls
+        self._token = token
         self._proxied = not is_loopback(parts.hostname or "")
         self._source = Source(f"http{secure}://{base}", token, tls, self._proxied)
         self.slots: dict[int, Key] = {}
@@ -270,15 +299,17 @@ class _Link:
         self._stopped = threading.Event()
 
     def stop_loading(self) -> None:
+        """Stop the transfer of files, if one is under way."""
         self._stopped.set()
         if self._loading is not None:
             self._loading.cancel()
 
     async def run(self) -> None:
-        """Dial, serve, and dial again; blocks stay meanwhile."""
-        waits, said = delays(random.Random()), ""
+        """Dial, serve, and dial again; blocks stay loaded meanwhile."""
+        waits = delays(random.Random())
+        said = ""
         while True:
-            before = said
+            previous = said
             try:
                 async with _Dial(
                     self._url + wire.HOST_PATH,
@@ -294,19 +325,22 @@ class _Link:
                 ) as socket:
                     assert isinstance(socket, _Socket)
                     if await self._serve(socket):
-                        waits, before = delays(random.Random()), ""
+                        waits = delays(random.Random())
+                        previous = ""
                 if self._host.draining:
                     return
                 said = f"closed: {socket.close_code} {socket.close_reason}"
             except (OSError, ValueError, ImportError, WebSocketException) as error:  # of a proxy
                 said = f"cannot be reached: {error or type(error).__name__}"
-            if said != before:  # once, not for every try of a night
+            if said != previous:  # once, not for every try of a night
                 _log.warning("%s %s", self._url, said)
             await asyncio.sleep(next(waits))
 
     async def _serve(self, socket: _Socket) -> bool:
-        """Serve until the connection ends; whether the gateway took this host."""
-        self.socket, socket.link, taken = socket, self, False
+        """Serve until the connection ends, and return whether the gateway took this host."""
+        self.socket = socket
+        socket.link = self
+        taken = False
         hello = wire.text_of(
             "hello",
             protocol=wire.PROTOCOL,
@@ -336,7 +370,7 @@ class _Link:
         return taken
 
     def visited(self, socket: _Socket, content: bytes) -> None:
-        """Take a visit. Raises `WireError`, without effect, for what is none."""
+        """Take a visit from a frame. Raises `WireError`, without effect, if it is no visit."""
         header = wire.header_of(content)
         if header.kind != Kind.VISIT:
             raise WireError(f"a frame of kind {header.kind} from a gateway")
@@ -361,19 +395,22 @@ class _Link:
 
     async def _load_all(self, socket: _Socket, blocks: Sequence[dict[str, Any]]) -> None:
         """Load what is missing, and try again what failed, until another assignment comes."""
-        loop, waits, left = asyncio.get_running_loop(), delays(random.Random()), list(blocks)
+        loop = asyncio.get_running_loop()
+        waits = delays(random.Random())
+        left = list(blocks)
         said = set[str]()
         while left:
             failed = []
             for block in left:
-                key, slot = _key(block), block["slot"]
+                key = _key(block)
+                slot = block["slot"]
                 try:
                     if key not in self._host.blocks:
-                        self._host.room_for(block["weights"]["bytes"])
+                        self._host.require_room(block["weights"]["bytes"])
                         loaded = await loop.run_in_executor(
                             self._host.loader, self._loaded, block, self._stopped
                         )
-                        self._host.room_for(loaded.bytes)
+                        self._host.require_room(loaded.bytes)
                         self._host.blocks[key] = loaded
                         _trim(0)
                 # Files may be anything, and so may be what their readers raise.
@@ -392,12 +429,13 @@ class _Link:
 
     def _loaded(self, block: dict[str, Any], stopped: threading.Event) -> Block:
         """The block, from files that are here or at the gateway. Runs in the loader's thread."""
-        graph, weights = (
-            self._host.cache.content(
+        contents: list[bytes] = []
+        for file in (block["graph"], block["weights"]):
+            content = self._host.cache.content(
                 file["sha256"], file["bytes"], source=self._source, stopped=stopped
             )
-            for file in (block["graph"], block["weights"])
-        )
+            contents.append(content)
+        graph, weights = contents
         tokens, width = block["shape"]
         return Block(graph, weights, shape=(tokens, width), threads=self._host.threads)
 

@@ -20,12 +20,18 @@ from numpy.typing import NDArray
 
 PROTOCOL = "1.0"
 """MAJOR.MINOR. Ends of one major version work if their minor versions differ by one at most."""
-HOST_PATH, FILE_PATH = "/v1/host", "/v1/files/"
-MAX_FRAME_BYTES, MAX_TEXT_BYTES = 64 << 20, 1 << 20
-MAX_IMAGES, MAX_BLOCKS, MAX_FILE_BYTES = 256, 1024, 4 << 30
-MAX_TEXT, MAX_HELD = 400, 4096
+HOST_PATH = "/v1/host"
+FILE_PATH = "/v1/files/"
+MAX_FRAME_BYTES = 64 << 20
+MAX_TEXT_BYTES = 1 << 20
+MAX_IMAGES = 256
+MAX_BLOCKS = 1024
+MAX_FILE_BYTES = 4 << 30
+MAX_TEXT = 400
+MAX_HELD = 4096
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,39}"
-PING_SECONDS, PONG_SECONDS = 2.0, 4.0
+PING_SECONDS = 2.0
+PONG_SECONDS = 4.0
 
 HEADER = struct.Struct("<BBHIHHII")
 _WIDTHS = {1: "<f4", 2: "<f2", 3: "i1"}
@@ -39,7 +45,8 @@ class WireError(ValueError):
 Kind = IntEnum("Kind", "VISIT ANSWER REFUSAL")
 """The kind of a binary frame."""
 Dtype = IntEnum("Dtype", "FLOAT32 FLOAT16 INT8")
-"""How the numbers of a state travel. Beside FLOAT32 an answer is what the block added."""
+"""How the numbers of a state travel. In other dtypes than FLOAT32 an answer is the difference that
+the block made to the state."""
 Why = IntEnum("Why", "UNKNOWN_BLOCK FULL LATE FAILED DRAINING")
 """Why a visit is refused."""
 Close = IntEnum(
@@ -52,9 +59,9 @@ Close = IntEnum(
 class Header(NamedTuple):
     """The first 20 bytes of a binary frame.
 
-    `time`: in a visit the microseconds that are left for it, in an answer those of its computation.
-    `note`: in an answer the images that were computed together, in a refusal the reason (`Why`).
-    `waited`: in an answer the microseconds before its computation.
+    `time` has the microseconds that are left for a visit, or those that an answer was computed in.
+    `note` has the number of images that were computed together with an answer, or the reason of a
+    refusal (`Why`). `waited` has the microseconds that a visit waited before its computation.
     """
 
     kind: int
@@ -68,7 +75,10 @@ class Header(NamedTuple):
 
 
 def frame(header: Header, state: State | None = None) -> bytes:
-    """The bytes of a frame; `state` float32 `[images, tokens, width]`, which the dtype narrows."""
+    """The bytes of a frame.
+
+    `state` is float32 `[images, tokens, width]` and is narrowed to the dtype of the header.
+    """
     head = HEADER.pack(*header)
     if state is None:
         return head
@@ -85,7 +95,7 @@ def frame(header: Header, state: State | None = None) -> bytes:
 
 
 def header_of(content: bytes) -> Header:
-    """The header of a binary frame. Raises `WireError` if it can be none."""
+    """The header of a binary frame. Raises `WireError` for bytes that cannot be a frame."""
     if not HEADER.size <= len(content) <= MAX_FRAME_BYTES:
         raise WireError(f"a frame of {len(content)} bytes")
     header = Header(*HEADER.unpack_from(content))
@@ -101,7 +111,8 @@ def state_in(content: bytes, header: Header, *, shape: tuple[int, int]) -> State
 
     Raises `WireError` unless the frame has exactly the bytes of such a state, all numbers finite.
     """
-    dtype, sizes = np.dtype(_WIDTHS[header.dtype]), (header.images, *shape)
+    dtype = np.dtype(_WIDTHS[header.dtype])
+    sizes = (header.images, *shape)
     scales = header.images * shape[0] if header.dtype == Dtype.INT8 else 0
     if len(content) != HEADER.size + 4 * scales + dtype.itemsize * math.prod(sizes):
         raise WireError(f"{len(content)} bytes are no state {sizes} in dtype {header.dtype}")
@@ -116,7 +127,7 @@ def state_in(content: bytes, header: Header, *, shape: tuple[int, int]) -> State
 
 
 def is_finite(state: State) -> bool:
-    """Whether no number is infinite or none."""
+    """Whether every number of the state is finite."""
     # One that is not finite makes the squared length so, in a third of the time of the sum.
     # In float64 the sum of finite numbers cannot overflow.
     return math.isfinite(np.vdot(state, state)) or math.isfinite(state.sum(dtype=np.float64))
@@ -149,7 +160,8 @@ def _fields(**checks: Check) -> Check:
 
 
 # Half a surrogate pair, which JSON may hold, is no text: no log and no frame can show it.
-_text, _digest = _matches(rf"[^\ud800-\udfff]{{0,{MAX_TEXT}}}"), _matches("[0-9a-f]{64}")
+_text = _matches(rf"[^\ud800-\udfff]{{0,{MAX_TEXT}}}")
+_digest = _matches("[0-9a-f]{64}")
 _slot = _number(0xFFFF, kinds=(int,))
 _file = _fields(sha256=_digest, bytes=_number(MAX_FILE_BYTES, kinds=(int,)))
 _shape = _list(_number(1 << 20, least=1, kinds=(int,)), 2, least=2)

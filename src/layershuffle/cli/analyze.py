@@ -57,9 +57,15 @@ class AnalyzeCommand(ComputingCommand):
                 failed[name] = sentence
         if len(failed) == len(ANALYSES):
             raise next(iter(failed.values()))
-        print("\n".join(f"{name} has no answer: {error}" for name, error in failed.items()))
-        # A mixer has no attention, for example: that is no failure.
-        return int(not all(isinstance(error, DoesNotApply) for error in failed.values()))
+        code = 0
+        lines: list[str] = []
+        for name, reason in failed.items():
+            lines.append(f"{name} has no answer: {reason}")
+            # A mixer has no attention, for example: that is no failure.
+            if not isinstance(reason, DoesNotApply):
+                code = 1
+        print("\n".join(lines))
+        return code
 
     def _answer(self, name: str, out: Path) -> None:
         with self.computing(name) as progress:

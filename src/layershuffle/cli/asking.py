@@ -109,11 +109,11 @@ class ClassifyCommand(ServerOptions):
 def describe_answer(answer: Classification, image: Path | str) -> str:
     """The classes, the route, the skipped blocks, and the accuracy to expect."""
     lines = [f"{image}: {ranked((guess.label, guess.probability) for guess in answer.top)}"]
-    hops = " -> ".join(
-        f"{hop.host} ({hop.block}: "
-        f"{f'{hop.ms:.0f} ms' if hop.outcome == 'answered' else hop.outcome})"
-        for hop in answer.route
-    )
+    visits: list[str] = []
+    for hop in answer.route:
+        outcome = f"{hop.ms:.0f} ms" if hop.outcome == "answered" else hop.outcome
+        visits.append(f"{hop.host} ({hop.block}: {outcome})")
+    hops = " -> ".join(visits)
     order = ExecutionOrder(tuple(answer.blocks), answer.depth, tuple(answer.versions))
     # Hops alone do not show which blocks ran side by side or again.
     plain = order.versions is None and not order.has_repeats
@@ -126,7 +126,8 @@ def describe_answer(answer: Classification, image: Path | str) -> str:
     if answer.ending == "sure":
         lines.append("it ended there, because the answer was as sure as asked for")
     else:
-        lines += [f"block {skipped.block} skipped: {skipped.why}" for skipped in answer.skipped]
+        for skipped in answer.skipped:
+            lines.append(f"block {skipped.block} skipped: {skipped.why}")
     if answer.chance is not None:
         lines.append(f"This answer is right with a chance of {100 * answer.chance:.1f} %")
     lines.append(_describe_expected(answer.expected, answer.expected_why))
@@ -176,9 +177,10 @@ def status_table(swarm: SwarmAnswer) -> str:
     rows = []
     for host in swarm.hosts:
         # A host without an answer has no times yet, and 0 would look fast.
-        times = ["-" if ms is None else f"{ms:.1f}" for ms in (host.compute_ms, host.link_ms)]
+        compute = "-" if host.compute_ms is None else f"{host.compute_ms:.1f}"
+        link = "-" if host.link_ms is None else f"{host.link_ms:.1f}"
         blocks = ", ".join(map(str, host.blocks)) + (f" ({host.why})" if host.why else "")
-        rows.append((host.name, host.condition, str(host.waiting), *times, blocks))
+        rows.append((host.name, host.condition, str(host.waiting), compute, link, blocks))
     columns = ("host", "condition", "waiting", "block ms", "link ms", "blocks")
     return f"{table(columns, rows)}\n\n{_describe_expected(swarm.expected, swarm.expected_why)}"
 
@@ -205,9 +207,9 @@ class OperatorCommand(Command):
         """
         require("swarm")
 
-        from layershuffle.gateway.http.operator import operator_of
+        from layershuffle.gateway.http.operator import find_operator
 
-        operator = operator_of(
+        operator = find_operator(
             self.state,
             address=self.address,
             key_file=self.operator_key_file,
@@ -240,7 +242,7 @@ class DrainCommand(OperatorCommand):
     def run(self) -> int:
         """Wait until the host has nothing left to do."""
         empty = self.command("drain", host=self.host)["empty"]
-        # A drain waits for a while; visits under way end at their own deadlines in any case.
+        # A drain waits for a while; open visits end at their own deadlines in any case.
         end = "is empty" if empty else "still has work, which will end at its deadlines"
         print(
             f"Host {self.host} takes no new visits and {end}. "

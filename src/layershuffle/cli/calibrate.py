@@ -59,12 +59,13 @@ class CalibrateCommand(ComputingCommand, Reporting):
 
 def _calibrated(calibration: Calibration) -> str:
     """A row for each number of blocks, from all downwards, as they are lost; and where it stops."""
-    from layershuffle.gateway.calibration.calibration import expected_at, rounds_of
+    from layershuffle.gateway.calibration.calibration import expected_accuracy, rounds_of
 
-    rounds, rows = rounds_of(calibration), []
+    rounds = rounds_of(calibration)
+    rows = []
     for row in reversed(calibration.queue):
         cell = rounds.cell(row.kept)
-        chosen = expected_at(calibration, cell)
+        chosen = expected_accuracy(calibration, cell)
         then = "-" if chosen is None else f"{chosen.top1:.1f}"
         measured = (f"{row.top1:.1f}", f"{row.low:.1f} to {row.high:.1f}")
         rows.append((str(row.kept), *measured, str(cell.parallel), str(cell.passes), then))
@@ -75,10 +76,10 @@ def _calibrated(calibration: Calibration) -> str:
         f"{calibration.orders} orders each",
     ]
     if (sure := calibration.sureness) is not None:
-        lines += [
-            f"Ending at a chance of {100 * stop.confidence:g} %: {stop.blocks:.1f} blocks, "
-            f"{stop.top1:.1f} % right"
-            + (" (the default of requests)" if stop.confidence == sure.confidence else "")
-            for stop in sure.stops
-        ]
+        for stop in sure.stops:
+            line = f"Ending at a chance of {100 * stop.confidence:g} %: {stop.blocks:.1f} blocks, "
+            line += f"{stop.top1:.1f} % right"
+            if stop.confidence == sure.confidence:
+                line += " (the default of requests)"
+            lines.append(line)
     return "\n".join(lines)

@@ -69,8 +69,8 @@ class PageCommand(Command):
 
     def _load(self) -> Workbench:
         with collector_paused():
-            from layershuffle.page.workbench import ORDINARY, OURS, workbench_of
+            from layershuffle.page.workbench import ORDINARY, OURS, open_workbench
 
             if self.model is None:
-                return workbench_of(OURS, beside=ORDINARY)
-            return workbench_of(self.model, beside=self.beside, data=self.data)
+                return open_workbench(OURS, ordinary=ORDINARY)
+            return open_workbench(self.model, ordinary=self.beside, data=self.data)

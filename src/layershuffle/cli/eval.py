@@ -76,6 +76,9 @@ def _report(
     groups: dict[str, list[Score]] = {}  # in the order in which the modes were named
     for score in evaluation.scores:
         groups.setdefault(score.label, []).append(score)
+    modes: list[dict[str, Any]] = []
+    for name, scores in groups.items():
+        modes.append({**score_report(name, scores, split=split), "kept": scores[0].kept})
     return {
         "model": model,
         "data": evaluation.data.spec,
@@ -88,10 +91,7 @@ def _report(
         "fixed": list(evaluation.scores[0].fixed),
         "depth": evaluation.depth,
         "blocks": evaluation.blocks,
-        "modes": [
-            {**score_report(name, scores, split=split), "kept": scores[0].kept}
-            for name, scores in groups.items()
-        ],
+        "modes": modes,
         "hardware": hardware(settings.precision),
         "versions": versions(),
     }
@@ -100,7 +100,7 @@ def _report(
 def score_report(name: str, scores: Sequence[Score], *, split: Split) -> dict[str, Any]:
     """The scores of one model on `split` as JSON values.
 
-    They are mean, spread and interval of each metric, and each score with its orders.
+    They are mean, spread and interval of every metric, and every score with its orders.
     """
     from layershuffle.ground.stats import estimate
 
@@ -109,30 +109,23 @@ def score_report(name: str, scores: Sequence[Score], *, split: Split) -> dict[st
     metrics = ["top1", "top5", "cross_entropy"]
     if scores[0].blocks is not None:
         metrics.append("blocks")
-    return {
-        "mode": name,
-        "orders": len(scores),
-        "images": scores[0].images,
-        **{
-            metric: asdict(
-                estimate(
-                    {0: [getattr(score, metric) for score in scores]},
-                    images=independent if metric == "top1" else None,
-                    percent=metric in ("top1", "top5"),
-                )
-            )
-            for metric in metrics
-        },
-        "scores": [
-            {
-                # With an order per batch there is no single one; such passes list batch_orders.
-                "order": None if score.order is None else str(score.order),
-                "batch_orders": [str(order) for order in score.batch_orders],
-                **{metric: getattr(score, metric) for metric in metrics},
-            }
-            for score in scores
-        ],
-    }
+    report: dict[str, Any] = {"mode": name, "orders": len(scores), "images": scores[0].images}
+    for metric in metrics:
+        values = [getattr(score, metric) for score in scores]
+        images = independent if metric == "top1" else None
+        percent = metric in ("top1", "top5")
+        report[metric] = asdict(estimate({0: values}, images=images, percent=percent))
+    report["scores"] = []
+    for score in scores:
+        # With an order per batch there is no single one; such passes list batch_orders.
+        entry: dict[str, Any] = {
+            "order": None if score.order is None else str(score.order),
+            "batch_orders": list(map(str, score.batch_orders)),
+        }
+        for metric in metrics:
+            entry[metric] = getattr(score, metric)
+        report["scores"].append(entry)
+    return report
 
 
 def score_table(
@@ -161,21 +154,26 @@ def score_table(
                 f"{metrics['cross_entropy']['mean']:.3f}",
             )
         )
-    estimates = [metrics["top1"] for _, _, metrics in rows]
-    over = "orders"
-    if any(top1["models"] > 1 for top1 in estimates):
-        over = "models, of one model over its orders"
-    counts = sorted(round(top1["images"]) for top1 in estimates if top1["kind"] == "images")
+    sample = "orders"
+    counts: list[int] = []
+    for _, _, metrics in rows:
+        top1 = metrics["top1"]
+        if top1["models"] > 1:
+            sample = "models, of one model over its orders"
+        if top1["kind"] == "images":
+            counts.append(round(top1["images"]))
     single = ""
     if counts:
-        span = f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
+        least = min(counts)
+        most = max(counts)
+        span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         single = (
             f"; of one order or equal scores Wilson over {span} images that count as independent"
         )
     header = (*columns, "orders", "top-1 %", "sd", "95 %", "top-5 %", "CE")
     return (
         f"{table(header, lines)}\n{counted(rows[0][2]['images'], 'image')} each. sd, and 95 % "
-        f"(t-interval): over {over}{single}. --json lists every score."
+        f"(t-interval): over {sample}{single}. --json lists every score."
     )
 
 
@@ -257,7 +255,8 @@ class PredictCommand(ComputingCommand, Reporting):
             predicted = predict(
                 model, self.images, order=order, fixed=fixed, top=self.top, progress=progress
             )
-        report, lines = [], []
+        report = []
+        lines = []
         code = 0
         for image, answer in zip(self.images, predicted, strict=True):
             if isinstance(answer, DataError):

@@ -74,7 +74,8 @@ def _lines(manifest: dict[str, Any], out: Path) -> list[str]:
             f"{manifest['model']} in the order {manifest['order']}: {files}",
             f"largest error of the logits against torch: {error:.1e} of the largest logit",
         ]
-    speed, worst = manifest["speed"], max(block["parity"] for block in manifest["blocks"])
+    speed = manifest["speed"]
+    worst = max(block["parity"] for block in manifest["blocks"])
     graphs = len({block["graph"] for block in manifest["blocks"]})
     lines = [
         f"{manifest['model']}, {manifest['precision']}: {files}",
@@ -84,10 +85,9 @@ def _lines(manifest: dict[str, Any], out: Path) -> list[str]:
         + ("" if manifest["precision"] == "fp32" else f" (fp32: {speed['fp32_block_ms']:.3f} ms)"),
     ]
     if (scores := manifest.get("accuracy")) is not None:
-        lines += [
-            f"top-1 {name}: {scores['files'][key]:.2f} % through the files, "
-            f"{scores['torch'][key]:.2f} % in torch"
-            for key, name in (("in_order", "in order"), ("any_order", "in any order"))
-        ]
+        for key, name in (("in_order", "in order"), ("any_order", "in any order")):
+            files_top1 = f"{scores['files'][key]:.2f} % through the files"
+            torch_top1 = f"{scores['torch'][key]:.2f} % in torch"
+            lines.append(f"top-1 {name}: {files_top1}, {torch_top1}")
         lines.append(f"on {counted(scores['images'], 'image')} of {scores['data']}")
     return lines

@@ -41,8 +41,13 @@ class DoctorCommand(Command):
     def run(self) -> int:
         """Print the findings; exit code 1 if something needed is missing."""
         findings = list(_findings())
-        rows = [(f"{'ok ' if good else 'NO '} {name}", text) for name, good, text in findings]
-        rows += [_extra(name) for name in EXTRAS]
+        rows: list[tuple[str, str]] = []
+        code = 0
+        for name, good, text in findings:
+            rows.append((f"{'ok ' if good else 'NO '} {name}", text))
+            if not good:
+                code = 1
+        rows += map(_extra, EXTRAS)
         install = f"{install_line('study')} && " if missing("study") else ""
         print(
             f"{listing(rows)}\n\n"
@@ -53,12 +58,13 @@ class DoctorCommand(Command):
             "      layershuffle fit timm:NAME --data folder:DIR "
             "--out DIR"
         )
-        return 0 if all(good for _, good, _ in findings) else 1
+        return code
 
 
 def _extra(name: str) -> tuple[str, str]:
     """A row about an extra. One that is missing is no fault: not everybody needs it."""
-    extra, lacking = EXTRAS[name], missing(name)
+    extra = EXTRAS[name]
+    lacking = missing(name)
     if not lacking:
         return f"ok  extra {name}", extra.brings
     partly = len(lacking) < len(extra.modules)
@@ -67,7 +73,7 @@ def _extra(name: str) -> tuple[str, str]:
 
 
 def _findings() -> Iterator[tuple[str, bool, str]]:
-    """What was looked at: its name, whether it is good enough, and what is there."""
+    """The findings: the name of what was checked, whether it is good enough, and what is there."""
     from layershuffle.ground.machine import cores, processor, versions
 
     yield "python", sys.version_info >= (3, 11), sys.version.split()[0]
@@ -107,9 +113,10 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
     from layershuffle.ground.machine import cpu_has_bf16
 
     if torch.cuda.is_available():
-        name, bf16 = torch.cuda.get_device_name(), torch.cuda.is_bf16_supported()
-        free, total = (value / 2**30 for value in torch.cuda.mem_get_info())
-        yield "gpu", True, f"{name}, {free:.0f} of {total:.0f} GiB free"
+        name = torch.cuda.get_device_name()
+        bf16 = torch.cuda.is_bf16_supported()
+        free, total = torch.cuda.mem_get_info()
+        yield "gpu", True, f"{name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
         yield "bf16", True, "yes, used by default" if bf16 else "no: fp32 is used"
         return
     # Good enough without one, so that the exit code stays 0 on machines that have what they need.
@@ -125,7 +132,7 @@ def _bundled() -> tuple[bool, str]:
     from layershuffle.models import load
 
     try:
-        # Loaded, not looked for, so that damaged files are found as well.
+        # Loaded, so that damaged files are found as well as missing ones.
         model = load("bundled:digits")
     except ModelFileError as error:
         return False, str(error)

@@ -100,7 +100,7 @@ class MergeCommand(ComputingCommand, Reporting):
             "data": self.data,
             "modes": self.modes,
             "settings": settings.model_dump(mode="json"),
-            "groups": [_merging_group(group) for group in group_rows(rows).values()],
+            "groups": list(map(_merging_group, group_rows(rows).values())),
             "notes": notes,
             "rows": [row.model_dump() for row in rows],
         }
@@ -114,7 +114,10 @@ def _merge_by_recipe(path: Path, out: Path, *, overwrite: bool) -> int:
     record = merge_recipe(read_merge_recipe(path), out, overwrite=overwrite)
     merge = record["provenance"]["merge"]
     for number, donor in enumerate(merge["donors"]):
-        blocks = [str(block) for block, source in enumerate(merge["blocks"]) if source == number]
+        blocks: list[str] = []
+        for block, source in enumerate(merge["blocks"]):
+            if source == number:
+                blocks.append(str(block))
         print(f"blocks {','.join(blocks)} from {donor['model']}")
     print(
         f"stem {merge['stem']}, head {merge['head']}\nModel: {out}\n"
@@ -130,12 +133,14 @@ def _merging_group(rows: Sequence[MergingRow]) -> dict[str, Any]:
     first = rows[0]
     # Donors have different names, so a group of donors has none.
     name = "" if first.kind == "donor" else first.name
-    what = " ".join(word for word in (first.kind, first.ends, name) if word)
+    what = " ".join(filter(None, (first.kind, first.ends, name)))
     return {
         "what": what,
         "main": bool(first.main),
         "images": first.n,
-        **{metric: asdict(score_of(rows, metric)) for metric in ("top1", "top5", "cross_entropy")},
+        "top1": asdict(score_of(rows, "top1")),
+        "top5": asdict(score_of(rows, "top5")),
+        "cross_entropy": asdict(score_of(rows, "cross_entropy")),
     }
 
 
@@ -145,10 +150,10 @@ def _merging_text(report: dict[str, Any]) -> str:
         f"seed {report['settings']['seed']}, {report['settings']['precision']}. *: what the "
         "settings name first"
     )
-    rows = [
-        (group["what"] + (" *" if group["main"] else ""), group["top1"]["models"], group)
-        for group in report["groups"]
-    ]
+    rows: list[tuple[str, int, dict[str, Any]]] = []
+    for group in report["groups"]:
+        name = f"{group['what']} *" if group["main"] else group["what"]
+        rows.append((name, group["top1"]["models"], group))
     return "\n".join([head, score_table(rows, columns=("", "models")), *report["notes"]])
 
 
@@ -180,7 +185,7 @@ class EnsembleCommand(ComputingCommand, Reporting):
         report = score_report(how.modes, scores, split=scored_data.splits["test"])
         notes = list(scored_data.notes)
         for shown, score in zip(report["scores"], scores, strict=True):
-            shown["orders"] = [str(order) for order in score.member_orders]
+            shown["orders"] = list(map(str, score.member_orders))
         facts = {"models": models, "data": self.data, "settings": how.model_dump(mode="json")}
         head = (
             f"Ensemble of {counted(len(models), 'model')} on {self.data}, mean "

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 Clock = Callable[[], float]
 LOADER_BOUND = 10.0  # percent of the steps' time: below that, more loading would gain little
-_LINE_SECONDS, _DRAW_SECONDS = 20.0, 0.5  # between lines in a pipe, and drawings on a terminal
+_LINE_SECONDS = 20.0  # between two lines in a pipe
+_DRAW_SECONDS = 0.5  # between two drawings on a terminal
 _COMPLETE = (
     "This run of {steps} steps was complete already, so nothing was trained. To train more, give "
     "its directory as --model and another --out."
@@ -39,11 +40,10 @@ def pace_text(per_second: float, unit: str) -> str:
 
 
 class Shown:
-    """A `Progress`: "1,250 of 5,000 images, 340 images/s, 0:00:11 left", at most once in `every`
-    seconds. `say` prints a line at once.
+    """A `Progress` that shows "1,250 of 5,000 images, 340 images/s, 0:00:11 left".
 
-    Speeds are measured since the first call about a unit: the work of an earlier, interrupted
-    command took none of this time.
+    It draws at most once in `every` seconds; `say` prints a line at once. Speeds are measured since
+    the first call about a unit: the work of an earlier, interrupted command took none of this time.
     """
 
     def __init__(
@@ -54,9 +54,12 @@ class Shown:
         every: float,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._draw, self.say, self._every, self._clock = draw, say, every, clock
+        self._draw = draw
+        self.say = say
+        self._every = every
+        self._clock = clock
         self._due = clock() + every
-        # Of each unit: the first number and its time, and the last number.
+        # By unit: the first number and its time, and the last number.
         self._stages: dict[str, tuple[float, float, float]] = {}
 
     def __call__(self, what: str, done: float, total: float, note: str = "") -> None:
@@ -64,7 +67,8 @@ class Shown:
         now = self._clock()
         first, begun, last = self._stages.get(what, (done, now, done))
         if done < last:  # the same unit is counted again
-            first, begun = done, now
+            first = done
+            begun = now
         self._stages[what] = first, begun, done
         if now < self._due:
             return
@@ -73,7 +77,9 @@ class Shown:
         # Two calls may fall into one tick of the clock.
         if speed := (done - first) / max(now - begun, 1e-9):
             parts += [pace_text(speed, what), f"{clock((total - done) / speed)} left"]
-        self._draw(", ".join([*parts, *([note] if note else [])]), done, total)
+        if note:
+            parts.append(note)
+        self._draw(", ".join(parts), done, total)
 
 
 def _number(count: float) -> str:
@@ -109,15 +115,22 @@ def shown_progress(title: str, *, clock: Clock = time.monotonic) -> Iterator[Sho
 
 
 def training_listener(shown: Shown) -> Listener:
-    """A listener for `layershuffle.training`: `shown` gets steps and held-out images with the loss
-    behind them, and a line for what is scored or saved."""
-    steps, note = 0, ""
+    """A listener for the events of a training.
+
+    `shown` gets steps and held-out images, each with the last loss, and a line for what is scored
+    or saved.
+    """
+    steps = 0
+    note = ""
 
     def listen(event: dict[str, Any]) -> None:
         nonlocal steps, note
         match event["kind"]:
             case "data":
-                shown.say("\n".join([event["text"], *(f"note: {note}" for note in event["notes"])]))
+                lines = [event["text"]]
+                for remark in event["notes"]:
+                    lines.append(f"note: {remark}")
+                shown.say("\n".join(lines))
             case "complete":
                 shown.say(_COMPLETE.format(**event))
             case "start":
@@ -131,7 +144,8 @@ def training_listener(shown: Shown) -> Listener:
             case "scoring":
                 shown("held-out images", event["images"], event["total"], note)
             case "scores":
-                sequential, arbitrary = event["eval_sequential_top1"], event["eval_arbitrary_top1"]
+                sequential = event["eval_sequential_top1"]
+                arbitrary = event["eval_arbitrary_top1"]
                 shown.say(
                     f"step {event['step']}/{steps}: {note}{', ' if note else ''}held-out top-1 "
                     f"{sequential:.1f} % sequential, {arbitrary:.1f} % arbitrary"
@@ -157,19 +171,24 @@ def _losses(event: dict[str, Any]) -> str:
 
 @contextmanager
 def study_watcher() -> Iterator[StudyWatcher]:
-    """A watcher for `layershuffle.study.runner.run_study`: the share of the work, with the tasks
-    that run, and a line for every task that begins or ends."""
+    """A watcher for `layershuffle.study.runner.run_study`.
+
+    It shows the share of the work with the tasks that run, and a line for every task that begins or
+    ends.
+    """
     phases: dict[str, str] = {}
 
     def watch(states: list[TaskState], seconds: float) -> None:
+        running: list[str] = []
         for state in states:
             if phases.get(state.name, "waiting") != state.phase:
                 phases[state.name] = state.phase
-                words = ": ".join(word for word in (state.name, state.phase, state.detail) if word)
+                words = ": ".join(filter(None, (state.name, state.phase, state.detail)))
                 shown.say(f"[{clock(seconds)}] {words}")
+            if state.phase == "running":
+                running.append(f"{state.name} {state.detail}")
         done = sum(s.fraction * s.weight for s in states) / sum(s.weight for s in states)
-        running = "; ".join(f"{s.name} {s.detail}" for s in states if s.phase == "running")
-        shown("percent", 100 * done, 100, running)
+        shown("percent", 100 * done, 100, "; ".join(running))
 
     with shown_progress("study") as shown:
         yield watch

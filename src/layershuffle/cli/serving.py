@@ -33,13 +33,15 @@ class JsonLines(logging.Formatter):
     """A record of a log as a line of JSON: time (UTC), level, message, host or request."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """The line for a record."""
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
         }
-        fields |= {name: vars(record)[name] for name in ("host", "request") if name in vars(record)}
+        for name in ("host", "request"):
+            if name in vars(record):
+                fields[name] = vars(record)[name]
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields)
@@ -47,7 +49,7 @@ class JsonLines(logging.Formatter):
 
 @contextmanager
 def logged(*, as_json: bool) -> Iterator[None]:
-    """Show what hosts do, with times, as text or as lines of JSON, within."""
+    """A context in which the log shows what hosts do, with times, as text or as lines of JSON."""
     log = logging.getLogger("layershuffle")
     plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     for handler in log.handlers:
@@ -123,13 +125,14 @@ class UpCommand(Command):
     ) -> str:
         """A description of a running swarm for its user, with the next commands.
 
-        `key`: the operator's, "" where it must not be shown.
+        `key`: the key of the operator, or "" if it must not be shown.
         """
         from layershuffle.gateway.http.files import join_address
         from layershuffle.gateway.http.keys import is_loopback
 
         # With all flags that the address needs, so that the printed lines can be copied.
-        address, authority = f" --address {url}", ""
+        address = f" --address {url}"
+        authority = ""
         if serving.tls is not None:
             address += " --authority FILE"
             authority = " --ca FILE"

@@ -86,9 +86,9 @@ class DemoCommand(Command):
         async with AsyncSwarmClient("http://127.0.0.1", patience=0, transport=transport) as client:
             ask = asking(client, images, deadline_ms=2000, patient=False)
 
-            async def phase(name: str, before: Mapping[int, Any] | None = None) -> None:
+            async def phase(name: str, events: Mapping[int, Any] | None = None) -> None:
                 print(f"{_REQUESTS} requests: {name} ...", flush=True)
-                replies = await sent(ask, _REQUESTS, before=before)
+                replies = await sent(ask, _REQUESTS, events=events)
                 rows.append((name, *cells(replies, judged(replies, remote.calibration))))
 
             async def kill() -> None:

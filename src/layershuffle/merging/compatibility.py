@@ -88,15 +88,17 @@ def _check_agree(
     for name, donor in zip(names[1:], donors[1:], strict=True):
         other = facts_of(donor)
         for key in first | other:
-            ours, theirs = first.get(key), other.get(key)
+            ours = first.get(key)
+            theirs = other.get(key)
             # A head whose classes have no names is matched by index, as with data.
             unnamed = key == "names of the classes" and None in (ours, theirs)
             if ours != theirs and not unnamed and key not in ignored:
                 # Cut, because there may be a thousand classes.
-                values = [str("not recorded" if v is None else v)[:200] for v in (ours, theirs)]
+                first_value = str("not recorded" if ours is None else ours)[:200]
+                other_value = str("not recorded" if theirs is None else theirs)[:200]
                 raise UsageError(
                     f"{names[0]} and {name} do not fit together: they differ in {key} "
-                    f"({' and '.join(values)})",
+                    f"({first_value} and {other_value})",
                     hint=_HINTS.get(key, _HINT),
                 )
 
@@ -107,12 +109,12 @@ def shared_record(donors: Sequence[nn.Module]) -> dict[str, Any]:
     provenances = [record.get("provenance") or {} for record in records]
 
     def shared(mappings: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
-        first = mappings[0]
-        return {
-            key: first[key]
-            for key in keys
-            if first.get(key) is not None and all(each.get(key) == first[key] for each in mappings)
-        }
+        entries: dict[str, Any] = {}
+        for key in keys:
+            value = mappings[0].get(key)
+            if value is not None and all(each.get(key) == value for each in mappings):
+                entries[key] = value
+        return entries
 
     provenance = shared(provenances, ("base", "base_sha256", "blocks_of_base", "data"))
     return {**shared(records, ("method", "policy")), "provenance": provenance}
@@ -156,7 +158,8 @@ def _facts(donor: nn.Module) -> dict[str, Any]:
     stored = donor.state_dict()
     kinds = sorted({str(weight.dtype) for weight in stored.values()})
     facts["the dtypes of the weights"] = ", ".join(kinds)
-    facts |= {f"the shape of {key}": tuple(tensor.shape) for key, tensor in stored.items()}
+    for key, tensor in stored.items():
+        facts[f"the shape of {key}"] = tuple(tensor.shape)
     for name, buffer in donor.named_buffers():
         if name not in stored:  # no file holds it, as frequencies
             plain = buffer.detach().cpu().float().contiguous().view(torch.uint8).numpy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,11 @@ Variant = tuple[Combine, EnsembleOrders]
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleScore(Score):
-    """A score of an ensemble. `member_orders`: those of the members; empty if drawn per batch, and
-    then `batch_orders` are those of the first member."""
+    """A score of an ensemble.
+
+    `member_orders` has the order of every member. It is empty if orders are drawn for every batch;
+    then `batch_orders` has the orders of the first member.
+    """
 
     member_orders: tuple[ExecutionOrder, ...] = ()
 
@@ -58,9 +62,11 @@ def evaluate_ensemble(
     """The scores of the ensemble of `donors`, one for each of `num_orders` draws.
 
     `orders`: all members run in one order, or each in its own. `combine`: the mean of logits, or of
-    probabilities. `mode` is a single mode. Raises `UsageError` for an
-    unsuitable mode, for a model without a classifier and for donors with other classes (by name,
-    where both have names) or another image view, `DataError` if there is no image.
+    probabilities. `mode` is a single mode.
+
+    Raises `UsageError` for an unsuitable mode, for a model without a classifier, and for donors
+    with other classes (by name, where both have names) or another image view. Raises `DataError` if
+    there is no image.
     """
     return evaluate_ensembles(
         donors, batches, mode=mode, num_orders=num_orders, seed=seed, draw=draw,
@@ -79,10 +85,10 @@ def evaluate_ensembles(
     draw: Draw = "pass",
     on_images: Callable[[int], object] | None = None,
 ) -> dict[Variant, list[EnsembleScore]]:
-    """As `evaluate_ensemble`, for several variants, of which those with equal orders share work.
+    """The scores of several variants of an ensemble; those with equal orders share forwards.
 
-    "same": the orders of a single model in `evaluate` with the same seed. `on_images` as in
-    `evaluate`.
+    The arguments are those of `evaluate_ensemble`, and `on_images` is that of `evaluate`. With
+    "same" orders the members run in the orders of a single model in `evaluate` with the same seed.
     """
     check_members(donors, names=tuple(map(str, range(len(donors)))))
     modes = parse_modes(mode) if isinstance(mode, str) else (mode,)
@@ -92,33 +98,39 @@ def evaluate_ensembles(
             hint="name one mode, such as arbitrary",
         )
     (mode,) = modes
-    depths, ends = tuple(map(depth_of, donors)), tuple(map(fixed_of, donors))
-    drawn = any(mode.is_drawn(d, fixed=fixed) for d, fixed in zip(depths, ends, strict=True))
+    depths = tuple(map(depth_of, donors))
+    ends = tuple(map(fixed_of, donors))
+    drawn = False
+    for depth, fixed in zip(depths, ends, strict=True):
+        drawn = drawn or mode.is_drawn(depth, fixed=fixed)
     draws = num_orders if drawn else 1
     per_batch = draw == "batch" and drawn
 
-    def drawn_for(kind: EnsembleOrders, index: int, batch: int) -> tuple[ExecutionOrder, ...]:
+    def member_orders(kind: EnsembleOrders, index: int, batch: int) -> tuple[ExecutionOrder, ...]:
         """The order of every member in pass `index`, for batch number `batch`."""
         # As in `evaluate`, so the members of an ensemble run in the orders of single models.
-        step, micro = (batch, index) if per_batch else (index, 0)
-        return tuple(
-            mode.policy(fixed=ends[member]).draw(
-                depth, seed=seed, step=step, micro_batch=micro,
-                # The rank of the stream, otherwise that of a process, distinguishes members.
-                rank=member if kind == "independent" else 0,
-            )
-            for member, depth in enumerate(depths)
-        )  # fmt: skip
+        step = batch if per_batch else index
+        micro_batch = index if per_batch else 0
+        orders: list[ExecutionOrder] = []
+        for member, depth in enumerate(depths):
+            # The rank of the stream, otherwise that of a process, distinguishes members.
+            rank = member if kind == "independent" else 0
+            policy = mode.policy(fixed=ends[member])
+            order = policy.draw(depth, seed=seed, step=step, micro_batch=micro_batch, rank=rank)
+            orders.append(order)
+        return tuple(orders)
 
     kinds = dict.fromkeys(kind for _, kind in variants)
-    passes = [(kind, index) for kind in kinds for index in range(draws)]
-    tallies = {variant: [Tally() for _ in range(draws)] for variant in variants}
+    passes = list(product(kinds, range(draws)))
+    tallies: dict[Variant, list[Tally]] = {}
+    for variant in variants:
+        tallies[variant] = [Tally() for _ in range(draws)]
     for donor in donors:
         check_classifier(donor)
         forget(stack_of(donor))
     with in_eval(*donors), torch.no_grad():
         for number, batch in enumerate(batches):
-            orders = [drawn_for(kind, index, number) for kind, index in passes]
+            orders = [member_orders(kind, index, number) for kind, index in passes]
             for images, labels in micro_batches(donors[0], batch, one_order=len(passes) == 1):
                 logits = dict(zip(passes, _all_logits(donors, images, orders=orders), strict=True))
                 for (combine, kind), sums in tallies.items():  # both combinations share logits
@@ -126,21 +138,20 @@ def evaluate_ensembles(
                         tally.add(combined(logits[kind, index], combine), labels)
                 if on_images is not None:
                     on_images(sums[0].images)
-    scores: dict[Variant, list[EnsembleScore]] = {variant: [] for variant in variants}
+    batches_drawn = range(number + 1 if per_batch else 0)
+    scores: dict[Variant, list[EnsembleScore]] = {}
     for (combine, kind), sums in tallies.items():
+        scores[combine, kind] = []
         for index, tally in enumerate(sums):
             tally.check()
-            members = drawn_for(kind, index, 0)
+            members = member_orders(kind, index, 0)
             score = EnsembleScore(
                 mode=mode,
                 index=index,
                 # The order of the ensemble, if all members have the same.
                 order=members[0] if (kind == "same" or not drawn) and not per_batch else None,
                 member_orders=() if per_batch else members,
-                batch_orders=tuple(
-                    drawn_for(kind, index, batch)[0]
-                    for batch in range(number + 1 if per_batch else 0)
-                ),
+                batch_orders=tuple(member_orders(kind, index, b)[0] for b in batches_drawn),
                 fixed=ends[0],
                 **tally.values(),
             )
@@ -159,11 +170,10 @@ def _all_logits(
     # Placeholders of the right length: every entry is replaced below.
     outputs = [[images] * len(donors) for _ in orders]
     for member, donor in enumerate(donors):
-        for index, logits in run_many(
-            donor, images, orders=[members[member] for members in orders]
-        ):
+        own_orders = [members[member] for members in orders]
+        for index, logits in run_many(donor, images, orders=own_orders):
             outputs[index][member] = logits.float()
-    return [torch.stack(members) for members in outputs]
+    return list(map(torch.stack, outputs))
 
 
 def combined(logits: Tensor, combine: Combine) -> Tensor:

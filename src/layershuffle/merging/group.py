@@ -53,8 +53,10 @@ class MergeGroup:
 
     def to(self, device: str | torch.device) -> None:
         """Move donors and base to a device, before merges are made."""
-        for model in (*self.donors, *([] if self._base is None else [self._base])):
-            model.to(device)
+        for donor in self.donors:
+            donor.to(device)
+        if self._base is not None:
+            self._base.to(device)
 
     def merge(self, plan: MergePlan) -> nn.Module:
         """The merge of this plan, in eval mode. Raises `UsageError` if the plan does not fit."""
@@ -66,7 +68,7 @@ class MergeGroup:
         for place, (donor, block) in enumerate(zip(plan.donors, plan.blocks, strict=True)):
             chosen = _parts_of_block(self.donors[donor], block)
             memo |= zip(map(id, _parts_of_block(first, place)), chosen, strict=True)
-        for end, source in zip(ends_of(first), (plan.stem, plan.head), strict=True):
+        for end, source in zip(end_tensors(first), (plan.stem, plan.head), strict=True):
             for name, tensor in end.items():
                 if name == _TABLE and tensor.dim() == 3:
                     memo[id(tensor)] = self._rows(plan)
@@ -80,23 +82,21 @@ class MergeGroup:
 
     def record(self, plan: MergePlan) -> dict[str, Any]:
         """The metadata of the merge: entries that the donors share, and the donor of each part."""
-        stem, head = (s if isinstance(s, str) else self.names[s] for s in (plan.stem, plan.head))
-        merge = {
-            "blocks": list(plan.donors),  # the number of each block's donor
-            **({} if plan.slots is None else {"slots": list(plan.slots)}),
-            "stem": stem,
-            "head": head,
-            "donors": [{"model": name} for name in self.names],
-        }
+        merge: dict[str, Any] = {"blocks": list(plan.donors)}  # the number of each block's donor
+        if plan.slots is not None:
+            merge["slots"] = list(plan.slots)
+        merge["stem"] = plan.stem if isinstance(plan.stem, str) else self.names[plan.stem]
+        merge["head"] = plan.head if isinstance(plan.head, str) else self.names[plan.head]
+        merge["donors"] = [{"model": name} for name in self.names]
         return {**self._shared, "provenance": {**self._shared["provenance"], "merge": merge}}
 
     def _end(self, name: str, like: Tensor, source: Source) -> Tensor:
         """The tensor `name` of stem or head from its source."""
         if isinstance(source, int):
-            return _end_tensors(self.donors[source])[name]
+            return _stem_and_head(self.donors[source])[name]
         if source == "average":
             if name not in self._averages:
-                tensors = [_end_tensors(donor)[name] for donor in self.donors]
+                tensors = [_stem_and_head(donor)[name] for donor in self.donors]
                 self._averages[name] = averaged(tensors)
             return self._averages[name]
         if self._base is None:
@@ -105,7 +105,7 @@ class MergeGroup:
                 "name",
                 hint="name it (--base SPEC, base: SPEC in a recipe), or choose other ends",
             )
-        tensor = _end_tensors(self._base).get(name)
+        tensor = _stem_and_head(self._base).get(name)
         if tensor is None or tensor.shape != like.shape:
             raise UsageError(
                 f"Stem or head cannot come from the base checkpoint: its {name} is not one of "
@@ -115,9 +115,14 @@ class MergeGroup:
         return tensor
 
     def _rows(self, plan: MergePlan) -> nn.Parameter:
-        """A table of positions per block: the only copied tensor, as no view of several tables."""
-        tables = [_end_tensors(donor)[_TABLE] for donor in self.donors]
-        rows = [tables[d][b] for d, b in zip(plan.donors, plan.blocks, strict=True)]
+        """The table of positions with a row for each block, taken from the donor of the block.
+
+        It is the only tensor that is copied, because no tensor can be a view of several tables.
+        """
+        tables = [_stem_and_head(donor)[_TABLE] for donor in self.donors]
+        rows: list[Tensor] = []
+        for donor, block in zip(plan.donors, plan.blocks, strict=True):
+            rows.append(tables[donor][block])
         return nn.Parameter(torch.stack(rows).detach(), tables[0].requires_grad)
 
 
@@ -132,35 +137,42 @@ def merge(donors: Sequence[nn.Module], plan: MergePlan) -> nn.Module:
 
 def _parts_of_block(model: nn.Module, block: int) -> list[nn.Module]:
     """The block, and its entry in every list of the position parts (norms, projections, ...)."""
-    positioned = parts_of(model).modules() if isinstance(model, PositionedModel) else ()
-    lists = [part for part in positioned if isinstance(part, nn.ModuleList)]
-    return [blocks_of(model)[block], *(entries[block] for entries in lists)]
+    parts = [blocks_of(model)[block]]
+    if isinstance(model, PositionedModel):
+        for part in parts_of(model).modules():
+            if isinstance(part, nn.ModuleList):
+                parts.append(part[block])
+    return parts
 
 
-def ends_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def end_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of stem and head by name, which are registered before and after the blocks.
 
     A table of positions belongs to the stem.
     """
-    backbone, stack = backbone_of(model), stack_of(model)
+    backbone = backbone_of(model)
+    stack = stack_of(model)
     inside = set(stack.modules())
     stem: dict[str, Tensor] = {}
     head: dict[str, Tensor] = {}
     # In all supported backbones, modules registered before the blocks are called before them.
-    place = stem
+    end = stem
     for path, module in backbone.named_modules():
         if module is stack:
-            place = head
-        if module not in inside:
-            own = {**module._parameters, **module._buffers}
-            place.update({f"{path}.{name}": t for name, t in own.items() if t is not None})
+            end = head
+        if module in inside:
+            continue
+        own = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is not None:
+                end[f"{path}.{name}"] = tensor
     if isinstance(model, PositionedModel) and model.encoding is not None:
         stem[_TABLE] = model.encoding.table
     return stem, head
 
 
-def _end_tensors(model: nn.Module) -> dict[str, Tensor]:
-    stem, head = ends_of(model)
+def _stem_and_head(model: nn.Module) -> dict[str, Tensor]:
+    stem, head = end_tensors(model)
     return stem | head
 
 

@@ -20,16 +20,18 @@ from layershuffle.merging.settings import End, Slots
 Source = int | Literal["average", "base"]
 # Ranks of the random streams that no training process has; otherwise a merge would be the same
 # permutation as the order in which it runs.
-_BLOCKS, _ENDS, _SLOTS, _ORDERS = (1 << 20) + 0, (1 << 20) + 1, (1 << 20) + 2, 1 << 21
+_BLOCKS = (1 << 20) + 0
+_ENDS = (1 << 20) + 1
+_SLOTS = (1 << 20) + 2
+_ORDERS = 1 << 21
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """A merge: block i comes from donor `donors[i]`; stem and head from one or all donors, or the
-    base.
+    """A merge: block i comes from donor `donors[i]`, stem and head from a donor, all, or the base.
 
-    Donors are indices into the caller's list. "average": the mean of all donors in that list.
-    `slots`: the block of its donor that each place takes (`None`: place i takes block i).
+    Donors are indices into the caller's list. "average" is the mean of all donors in that list.
+    `slots` has the block of its donor that each place takes; with `None` place i takes block i.
     """
 
     donors: tuple[int, ...]
@@ -43,8 +45,10 @@ class MergePlan:
         return tuple(range(len(self.donors))) if self.slots is None else self.slots
 
     def check(self, num_donors: int, depth: int, *, fixed: tuple[int, int] = (0, 0)) -> None:
-        """Raises `UsageError` unless the plan fits `num_donors` donors of `depth` blocks, of which
-        the ends `fixed` keep their place."""
+        """Raises `UsageError` unless the plan fits `num_donors` donors of `depth` blocks.
+
+        The donors' ends `fixed` keep their place.
+        """
         if len(self.donors) != depth:
             raise UsageError(
                 f"The plan gives {len(self.donors)} blocks a donor, the models have {depth}",
@@ -71,9 +75,11 @@ class MergePlan:
                 )
 
     def __str__(self) -> str:
-        if self.slots is None:
-            return ",".join(map(str, self.donors))
-        return ",".join(f"{d}:{s}" for d, s in zip(self.donors, self.slots, strict=True))
+        words = list(map(str, self.donors))
+        if self.slots is not None:
+            for place, slot in enumerate(self.slots):
+                words[place] += f":{slot}"
+        return ",".join(words)
 
 
 def sample_plans(
@@ -128,9 +134,9 @@ def sample_plans(
         }  # fmt: skip
         blocks = None
         if slots == "random":
-            between = drawn_blocks(depth, fixed)
-            drawn_slots = Stream(seed, index, rank=_SLOTS).shuffled(between)
-            blocks = (*range(between.start), *drawn_slots, *range(between.stop, depth))
+            inner = drawn_blocks(depth, fixed)
+            drawn_slots = Stream(seed, index, rank=_SLOTS).shuffled(inner)
+            blocks = (*range(inner.start), *drawn_slots, *range(inner.stop, depth))
         merges.append(MergePlan(donors, sources[end], sources[end], blocks))
     return merges
 

@@ -69,16 +69,20 @@ class MergeRecipe(Settings):
 
     def plan(self, depth: int) -> MergePlan:
         """The plan for models of `depth` blocks. Raises `UsageError` unless it names each once."""
-        blocks = [block for part in self.slices for block in part.blocks]
+        blocks: list[int] = []
+        donors: dict[int, int] = {}
+        for donor, part in enumerate(self.slices):
+            for block in part.blocks:
+                blocks.append(block)
+                donors[block] = donor
         if sorted(blocks) != list(range(depth)):
             raise UsageError(
                 f"The slices give the blocks {shortened(map(str, sorted(blocks)), limit=20)}, "
                 f"which do not make a model of {depth} blocks",
                 hint=f"name each of 0..{depth - 1} once",
             )
-        donor_of = {block: d for d, part in enumerate(self.slices) for block in part.blocks}
-        donors = tuple(donor_of[block] for block in range(depth))
-        return MergePlan(donors, self._source(self.stem), self._source(self.head))
+        in_order = tuple(donors[block] for block in range(depth))
+        return MergePlan(in_order, self._source(self.stem), self._source(self.head))
 
     def _source(self, word: str) -> Source:
         if word == "average":
@@ -104,7 +108,9 @@ def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> 
     `overwrite`; `ModelFileError` for files that cannot be read.
     """
     # Before the donors are loaded, because large models take minutes.
-    reads = [*recipe.models, *([recipe.base] if recipe.base else [])]
+    reads = list(recipe.models)
+    if recipe.base:
+        reads.append(recipe.base)
     check_output(out, reads=reads, overwrite=overwrite)
     refuse_others(out, ours=FILES_OF_A_MODEL, kind="saved model")
     needs_base = "base" in (recipe.stem, recipe.head)
@@ -115,9 +121,10 @@ def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> 
     for donor in record["provenance"]["merge"]["donors"]:
         # Directories may be renamed or trained again; the digests identify the merged weights.
         place = own_directory(donor["model"])
-        donor["sha256"] = {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in (sorted(place.glob("*.safetensors")) if place is not None else ())
-        }
+        digests: dict[str, str] = {}
+        if place is not None:
+            for path in sorted(place.glob("*.safetensors")):
+                digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        donor["sha256"] = digests
     save(group.merge(plan), out, record=record)
     return record

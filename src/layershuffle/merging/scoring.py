@@ -1,7 +1,7 @@
 """Score several models alone, merged, as soups and as ensembles, on the same images.
 
-The scores of the paper's Table 2 and Figure 5. The same settings give the same rows on the same
-machine.
+These are the scores of the paper's Table 2 and Figure 5. The same settings give the same rows on
+the same machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layershuffle.ground.text import Progress, unheard
 from layershuffle.merging.compatibility import check_members, shared_record
 from layershuffle.merging.ensembles import EnsembleScore, Variant, evaluate_ensembles
 from layershuffle.merging.group import MergeGroup
-from layershuffle.merging.plans import orders_seed, sample_plans
+from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
 from layershuffle.merging.settings import (
     Combine,
     EnsembleOrders,
@@ -72,24 +72,26 @@ def score_merging(
     needs_base = "base" in settings.ends
     group = load_group(donors, base=base, needs_base=needs_base, names=names)
     # Before the data are opened, because impossible counts and bases are refused here.
-    plans = [
-        sample_plans(
+    plans: list[list[MergePlan]] = []
+    for end, slots in settings.variants:
+        drawn = sample_plans(
             len(donors), group.depth, count=settings.merges, seed=settings.seed,
             replacement=settings.replacement, end=end, slots=slots, fixed=group.fixed,
-        )
-        for end, slots in settings.variants
-    ]  # fmt: skip
+        )  # fmt: skip
+        plans.append(drawn)
     place = scoring_device(settings, device)
     group.to(place)
     for drawn in plans:
         group.merge(drawn[0])  # refuses a base that is not there or of another shape
-    trained = [training_settings(backbone_of(donor)) for donor in group.donors]
-    options = DataOptions(
-        train=settings.soups,
-        # What all donors held out in training, so the greedy soup uses no training images: held-out
-        # parts of the same data contain each other.
-        holdout=min(run.get("holdout", DataOptions.holdout) for run in trained),
-    )
+    shares: list[float] = []
+    nothing_held_out = False
+    for donor in group.donors:
+        run = training_settings(backbone_of(donor))
+        shares.append(run.get("holdout", DataOptions.holdout))
+        nothing_held_out = nothing_held_out or bool(run.get("paper_protocol"))
+    # What all donors held out in training, so the greedy soup uses no training images: held-out
+    # parts of the same data contain each other.
+    options = DataOptions(train=settings.soups, holdout=min(shares))
     opened = open_scored(group.donors, data, settings=settings, options=options, names=group.names)
     # Again, because donors without names have some now.
     check_members(group.donors, names=group.names)
@@ -118,7 +120,7 @@ def score_merging(
         scorer.score_soups(held)
     scorer.score_ensembles()
     notes = list(opened.notes)
-    if settings.soups and any(run.get("paper_protocol") for run in trained):
+    if settings.soups and nothing_held_out:
         notes.append(
             "greedy soup: the donors held nothing out (paper_protocol), so it is chosen on images "
             "that they have trained on"
@@ -144,7 +146,8 @@ def score_ensemble(
     options = DataOptions(train=False)
     opened = open_scored(models, data, settings=settings, options=options, names=donors)
     check_members(models, names=donors)  # again, because those without names have some now
-    place, compiler = scoring_device(settings, device), block_compiler(settings)
+    place = scoring_device(settings, device)
+    compiler = block_compiler(settings)
     batches = batches_of(opened, "test", settings=settings, device=place, keep=True)
     for model in models:
         prepare(model.to(place), settings.precision, compiler=compiler)
@@ -174,19 +177,22 @@ class _Scorer:
     """Models scored so far, the ensemble as one."""
 
     def __post_init__(self) -> None:
-        settings, count = self.settings, len(self.group.donors)
+        settings = self.settings
+        count = len(self.group.donors)
         self.draw: Draw = "batch" if settings.draw == "batch" else "pass"
-        depth, fixed = self.group.depth, self.group.fixed
+        depth = self.group.depth
+        fixed = self.group.fixed
         self.draws = self.mode.draws(settings.num_orders, depth=depth, fixed=fixed)
-        # Of the greedy soup every donor alone, then a soup with each other donor, are held out.
+        # The greedy soup scores every donor alone, then a soup with each other donor, both on
+        # held-out images.
         soups = count + (count - 1) + 2 if settings.soups else 0
         self.total = count + settings.merges * len(settings.variants) + soups + 1
         # It gets the weights of each scored model: so averages are computed in fp32, merges need no
         # memory, and only one model is compiled.
-        self.stand_in: nn.Module | None = None
+        self.substitute: nn.Module | None = None
         if settings.precision != "fp32" or self.compiler.on:
             copied = copy.deepcopy(self.group.donors[0])
-            self.stand_in = prepare(copied, settings.precision, compiler=self.compiler)
+            self.substitute = prepare(copied, settings.precision, compiler=self.compiler)
 
     def score_soups(self, holdout: DeviceBatches) -> None:
         """Score the uniform soup and the greedy one, which is chosen on `holdout`."""
@@ -203,7 +209,8 @@ class _Scorer:
 
     def score_ensembles(self) -> None:
         """Score all variants of the ensemble. Call it last, because it converts the donors."""
-        settings, donors = self.settings, self.group.donors
+        settings = self.settings
+        donors = self.group.donors
         for donor in donors:
             prepare(donor, settings.precision, compiler=self.compiler)
         drawn = self.mode.is_drawn(self.group.depth, fixed=self.group.fixed)
@@ -242,9 +249,9 @@ class _Scorer:
     ) -> list[Score]:
         """Scores of one model, in the orders of number `index` of its kind."""
         scored = model
-        if self.stand_in is not None:
-            scored = self.stand_in
-            # The copy rounds to the stand-in's dtype; its compiled graphs stay valid.
+        if self.substitute is not None:
+            scored = self.substitute
+            # The copy rounds to the dtype of the substitute, whose compiled graphs stay valid.
             scored.load_state_dict(model.state_dict())
         scores = self.compiler.run(
             lambda: evaluate(
@@ -257,7 +264,10 @@ class _Scorer:
         return scores
 
     def watch(self, batches: DeviceBatches) -> Callable[[int], object]:
-        """What hears of images: parts of a model count, because ImageNet takes minutes."""
+        """A function that reports the progress of a model from the number of its images done.
+
+        Parts of a model count, because ImageNet takes minutes.
+        """
         return lambda images: self.progress(
             "models", self.done + images / batches.split.size, self.total
         )
@@ -305,7 +315,7 @@ def load_group(
 def load_donors(specs: Sequence[str]) -> list[nn.Module]:
     """The models with these specs. Raises `UsageError` if one is named twice."""
     # It would count twice in every average, which the rows would not show.
-    repeated = [spec for spec in specs if specs.count(spec) > 1]
-    if repeated:
-        raise UsageError(f"{repeated[0]} is named twice", hint="name each model once")
-    return [load(spec) for spec in specs]
+    for spec in specs:
+        if specs.count(spec) > 1:
+            raise UsageError(f"{spec} is named twice", hint="name each model once")
+    return list(map(load, specs))

@@ -50,8 +50,12 @@ class MergingOptions(_Ensemble):
     @property
     def variants(self) -> list[tuple[End, Slots]]:
         """The scored variants: the main one, then one change at a time."""
-        others = [(self.ends[0], slots) for slots in self.slots[1:]]
-        return [*((end, self.slots[0]) for end in self.ends), *others]
+        variants: list[tuple[End, Slots]] = []
+        for end in self.ends:
+            variants.append((end, self.slots[0]))
+        for slots in self.slots[1:]:
+            variants.append((self.ends[0], slots))
+        return variants
 
     # The rows of two equal ends could not be distinguished.
     @model_validator(mode="after")

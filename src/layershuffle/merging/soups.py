@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from layershuffle.core.position import backbone_of
 from layershuffle.merging.compatibility import check_compatible, shared_record
@@ -35,23 +35,31 @@ def greedy_soup(
     `uniform_soup`.
     """
     check_compatible(donors, names=tuple(map(str, range(len(donors)))), mixed=True)
-    alone = [score(donor) for donor in donors]
+    alone = list(map(score, donors))
     first, *others = sorted(range(len(donors)), key=lambda index: -alone[index])
-    chosen, best = [first], alone[first]
+    chosen = [first]
+    best = alone[first]
+    members = [donors[first]]
     for index in others:
-        reached = score(_average([donors[i] for i in (*chosen, index)]))
+        reached = score(_average([*members, donors[index]]))
         # "At least as good", as in the algorithm of the source.
         if reached >= best:
-            chosen, best = [*chosen, index], reached
-    return _average([donors[i] for i in chosen]), tuple(chosen)
+            chosen.append(index)
+            members.append(donors[index])
+            best = reached
+    return _average(members), tuple(chosen)
 
 
 def _average(donors: Sequence[nn.Module]) -> nn.Module:
     # `check_compatible` has ensured that all donors have the same keys.
     soup = copy.deepcopy(donors[0])
     states = [donor.state_dict() for donor in donors]
-    soup.load_state_dict({name: averaged([s[name] for s in states]) for name in states[0]})
-    backbone, record = backbone_of(soup), shared_record(donors)
+    means: dict[str, Tensor] = {}
+    for name in states[0]:
+        means[name] = averaged([state[name] for state in states])
+    soup.load_state_dict(means)
+    backbone = backbone_of(soup)
+    record = shared_record(donors)
     record["provenance"]["soup"] = f"average of {len(donors)} models"
     remember(backbone, replace(origin_of(backbone), record=record))
     return soup

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
@@ -75,7 +76,10 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
         answer: dict[str, Any] = await computed(request, bench, partial(question, order))
         return JSONResponse({"order": str(order), **answer}, headers=HEADERS)
 
-    paths = [path for path in asset("page").iterdir() if not path.name.startswith("pairs.")]
+    paths: list[Path] = []
+    for path in asset("page").iterdir():
+        if not path.name.startswith("pairs."):
+            paths.append(path)
     return Starlette(
         routes=[
             Route("/page/facts", send_facts),

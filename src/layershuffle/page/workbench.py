@@ -51,17 +51,22 @@ _SAME_RUN = ("model", "data", "steps", "epochs", "batch_size", "lr", "schedule")
 _TOP = 5
 MAX_PASSES = 8
 """Most steps of an order, in multiples of the depth: one visitor must not occupy the models."""
-_SCORES = 256  # orders whose scores are remembered
+_SCORES = 256  # orders whose scores are cached
 _THREADS = 2  # so that an answer does not wait for another user's hundred pairs
 _MILLI = 1000.0
 _ACROSS = 10  # pictures in a row of the sheet, as in page/picture.js
-_PICTURES, _LARGE, _FEW = 100, 64 * 64, 25  # of larger ones few, so that a score takes seconds
+_PICTURES = 100  # test pictures of the page
+_LARGE = 64 * 64  # pixels
+_FEW = 25  # test pictures if they are larger than that, so that a score takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """Test pictures of the page: `pixels` uint8 `[n, channels, height, width]`, `images` what the
-    models get of them, float32 of the same shape, and the class of each."""
+    """Test pictures of the page, and the class of each.
+
+    `pixels` is uint8 `[n, channels, height, width]`. `images` is what the models get, float32 of
+    the same shape.
+    """
 
     pixels: Tensor
     images: Tensor
@@ -71,9 +76,9 @@ class Pictures:
 class Workbench:
     """Answers of `models`, by role; all have the same depth, image size and number of classes.
 
-    `names`: the name of each role's model on the page; `pictures`: what the page shows first, by
-    default the packaged pairs of digits if the model takes them. Raises `UsageError` for models
-    that differ.
+    `names` has the name of the model of every role on the page. `pictures` are shown first; by
+    default they are the packaged pairs of digits, if the model takes them. Raises `UsageError` for
+    models that differ.
     """
 
     def __init__(
@@ -85,22 +90,26 @@ class Workbench:
     ) -> None:
         self.models = {role: wrap(model).eval() for role, model in models.items()}
         self.names = dict(names)
-        first = next(iter(self.models.values()))
-        self.depth, self.view = depth_of(first), file_view(first)
+        first, *others = self.models.values()
+        self.depth = depth_of(first)
+        self.view = file_view(first)
         self.labels = class_names_of(first) or numbered(num_classes_of(first))
-        kinds = {(depth_of(m), file_view(m), num_classes_of(m)) for m in self.models.values()}
-        if len(kinds) > 1:
-            raise UsageError("The models of the page differ in depth, image size or classes")
+        kind = (self.depth, self.view, num_classes_of(first))
+        for model in others:
+            if (depth_of(model), file_view(model), num_classes_of(model)) != kind:
+                raise UsageError("The models of the page differ in depth, image size or classes")
         if pictures is None and takes_pairs(self.view, class_names_of(first) or ()):
             pictures = packaged_pairs(self.view, self.labels)
         self.pictures = pictures
-        self._right = lru_cache(_SCORES)(self._right_in)
+        self._cached_hits = lru_cache(_SCORES)(self._hits)
         self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="workbench")
-        self._warm_up()
+        self._run_first_forwards()
 
-    def _warm_up(self) -> None:
-        """Let every thread run every model once, because a first forward takes many times as long
-        as those after it, which the page shows."""
+    def _run_first_forwards(self) -> None:
+        """Let every thread run every model once.
+
+        A first forward takes many times as long as those that the page shows.
+        """
         together = threading.Barrier(_THREADS)
         blank = torch.zeros(1, self.view.channels, self.view.height, self.view.width)
         everything = order_of(range(self.depth), self.depth)
@@ -114,14 +123,18 @@ class Workbench:
             done.result()
 
     def facts(self) -> dict[str, object]:
-        """What the page must know before it can draw: depth, width and height of the images,
-        whether there are test pictures (`pairs`), name and title of each model by its role, and
-        what is known of their training (`training`)."""
-        records = {role: origin_of(backbone_of(m)).record for role, m in self.models.items()}
-        models = {
-            role: {"name": self.names.get(role, ""), "title": title_of(record)}
-            for role, record in records.items()
-        }
+        """The facts that the page must know before it can draw.
+
+        They are the depth, width and height of the images, whether there are test pictures
+        (`pairs`), name and title of every model by its role, and what is known of their training
+        (`training`).
+        """
+        records: dict[Role, Mapping[str, Any]] = {}
+        models: dict[Role, dict[str, str]] = {}
+        for role, model in self.models.items():
+            record = origin_of(backbone_of(model)).record
+            records[role] = record
+            models[role] = {"name": self.names.get(role, ""), "title": model_title(record)}
         return {
             "depth": self.depth,
             "width": self.view.width,
@@ -140,8 +153,10 @@ class Workbench:
         return file.getvalue(), [self.labels[index] for index in pictures.classes.tolist()]
 
     def order(self, text: str) -> ExecutionOrder:
-        """The order that a visitor names. Raises `UsageError` for an invalid one, and for too many
-        steps."""
+        """The order that a visitor names.
+
+        Raises `UsageError` for an invalid order, and for too many steps.
+        """
         order = order_of(text, self.depth)
         if len(order) > MAX_PASSES * self.depth:
             raise UsageError(
@@ -150,8 +165,11 @@ class Workbench:
         return order
 
     def picture(self, file: bytes) -> bytes:
-        """A PNG file of what the models see of the image in `file`: turned upright, resized and
-        cropped as in training. Raises `DataError` if it cannot be read."""
+        """A PNG file of what the models see of the image in `file`.
+
+        It is turned upright, resized and cropped as in training. Raises `DataError` if it cannot be
+        read.
+        """
         seen = io.BytesIO()
         to_pil_image(self._pixels(file)).save(seen, "PNG")
         return seen.getvalue()
@@ -170,8 +188,11 @@ class Workbench:
         return PlainTransform(self.view)(image)
 
     def answers(self, order: ExecutionOrder, file: bytes) -> dict[str, object]:
-        """Every model's most probable classes for the image in `file`, with the time of its forward
-        in milliseconds. Raises `DataError` if it cannot be read."""
+        """The most probable classes of every model for the image in `file`.
+
+        They come with the time of the forward in milliseconds. Raises `DataError` if the image
+        cannot be read.
+        """
         batch = PixelFinish(self.view)(self._pixels(file)[None])
         answers: dict[str, object] = {}
         for role in self.models:
@@ -180,21 +201,28 @@ class Workbench:
             ms = (time.perf_counter() - begun) * _MILLI
             # In float64: in float32 the probabilities of many classes do not add up to 1.
             best = logits[0].double().softmax(dim=-1).topk(min(_TOP, logits.shape[-1]))
-            ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            top = [{"label": self.labels[i], "probability": chance} for i, chance in ranked]
+            top: list[dict[str, object]] = []
+            for index, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                top.append({"label": self.labels[index], "probability": chance})
             answers[role] = {"top": top, "ms": ms}
         return {"answers": answers}
 
     def scores(self, order: ExecutionOrder, body: bytes = b"") -> dict[str, object]:
-        """How many test pictures every model classifies correctly in an order. Raises `UsageError`
-        if there are none."""
-        del body
-        return {"right": self._right(order), "of": len(self._shown().classes)}
+        """The number of test pictures that every model classifies correctly in an order.
 
-    def _right_in(self, order: ExecutionOrder) -> dict[str, int]:
-        images, classes = self._shown().images, self._shown().classes
-        guesses = {role: self._logits(role, images, order).argmax(-1) for role in self.models}
-        return {role: int((guess == classes).sum()) for role, guess in guesses.items()}
+        Raises `UsageError` if there are none.
+        """
+        del body
+        return {"right": self._cached_hits(order), "of": len(self._shown().classes)}
+
+    def _hits(self, order: ExecutionOrder) -> dict[str, int]:
+        images = self._shown().images
+        classes = self._shown().classes
+        hits: dict[str, int] = {}
+        for role in self.models:
+            guesses = self._logits(role, images, order).argmax(-1)
+            hits[role] = int((guesses == classes).sum())
+        return hits
 
     def _shown(self) -> Pictures:
         if self.pictures is None:
@@ -208,10 +236,10 @@ class Workbench:
         return logits
 
 
-def title_of(record: Mapping[str, Any]) -> str:
+def model_title(record: Mapping[str, Any]) -> str:
     """What a model is called on the page, by the record of its training.
 
-    title_of({"method": "baseline", "policy": {"policy": "sequential"}})  # "Ordinary model"
+    model_title({"method": "baseline", "policy": {"policy": "sequential"}})  # "Ordinary model"
     """
     policy = record.get("policy") or {}
     if policy == {"policy": "sequential"}:
@@ -223,15 +251,19 @@ def title_of(record: Mapping[str, Any]) -> str:
 
 
 def same_training(ours: Mapping[str, Any], ordinary: Mapping[str, Any]) -> str:
-    """A sentence on the training of a shuffled model and an ordinary one, from their records, if
-    both were trained for as long on the same data from the same weights; else "".
+    """A sentence on the training of a shuffled model and an ordinary one, from their records.
+
+    It is "" unless both were trained for as long on the same data from the same weights.
     """
-    if (title_of(ours), title_of(ordinary)) != ("Shuffled model", "Ordinary model"):
+    if (model_title(ours), model_title(ordinary)) != ("Shuffled model", "Ordinary model"):
         return ""
     first = ours.get("settings") or {}
     second = ordinary.get("settings") or {}
-    if not first or any(first.get(name) != second.get(name) for name in _SAME_RUN):
+    if not first:
         return ""
+    for name in _SAME_RUN:
+        if first.get(name) != second.get(name):
+            return ""
     if first.get("steps") is not None:
         length = f"{first['steps']:,} steps"
     elif first.get("epochs") is not None:
@@ -244,26 +276,33 @@ def same_training(ours: Mapping[str, Any], ordinary: Mapping[str, Any]) -> str:
     )
 
 
-def workbench_of(model: str, *, beside: str | None, data: str | None = None) -> Workbench:
-    """A workbench of the model with this spec, of the one `beside` it, and of test pictures of
-    `data`. Raises the errors of loading both and of opening the data."""
+def open_workbench(model: str, *, ordinary: str | None, data: str | None = None) -> Workbench:
+    """A workbench of the models with the specs `model` and `ordinary`, and of pictures of `data`.
+
+    Raises the errors of loading the models and of opening the data.
+    """
     names: dict[Role, str] = {"ours": model}
-    if beside is not None:
-        names["ordinary"] = beside
+    if ordinary is not None:
+        names["ordinary"] = ordinary
     models = {role: load(name) for role, name in names.items()}
-    pictures = None if data is None else _pictures_of(models["ours"], data, name=model)
+    pictures = None if data is None else _test_pictures(models["ours"], data, name=model)
     return Workbench(models, names=names, pictures=pictures)
 
 
-def _pictures_of(model: nn.Module, spec: str, *, name: str) -> Pictures:
+def _test_pictures(model: nn.Module, spec: str, *, name: str) -> Pictures:
     view = image_view(model)
     count = _PICTURES if view.height * view.width <= _LARGE else _FEW
     data = open_data(spec, view, options=DataOptions(train=False, max_test=count))
     data = matched(model, data, name=name)
     split = data.splits["test"]
-    items = [split.dataset[number] for number in range(split.size)]
-    pixels = torch.stack([item for item, _ in items])
-    classes = torch.tensor([label for _, label in items])
+    images: list[Tensor] = []
+    labels: list[int] = []
+    for number in range(split.size):
+        image, label = split.dataset[number]
+        images.append(image)
+        labels.append(label)
+    pixels = torch.stack(images)
+    classes = torch.tensor(labels)
     return Pictures(pixels=pixels, images=data.finish(pixels), classes=classes)
 
 

@@ -36,7 +36,9 @@ from layershuffle.training.settings import FitSettings
 from layershuffle.training.sharding import WHOLE, all_finite
 from layershuffle.training.state import TrainState, new_state
 
-SETTINGS_FILE, DATA_FILE, LOGS = "settings.yaml", "data.json", "logs"
+SETTINGS_FILE = "settings.yaml"
+DATA_FILE = "data.json"
+LOGS = "logs"
 _MODEL = "model.safetensors"
 _STATE = "state.pt"
 _RNG = "rng-{}.pt"
@@ -64,30 +66,32 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
 def check_data(job: Job) -> None:
     """Note the images of a new run, or check that an unfinished one still has them.
 
-    Known are the classes in their order and, by split and class, the number of images and what
-    their source tells without opening them: names and sizes of files, or rows. Raises `UsageError`,
-    which lists what differs, unless the settings say that the data may have changed.
+    What is noted: the classes in their order and, by split and class, the number of images and what
+    their source tells without opening them (names and sizes of files, or rows). Raises
+    `UsageError`, which lists what differs, unless the settings say that the data may have changed.
     """
-    path, data = job.out / DATA_FILE, job.data
-    now: dict[str, Any] = {"classes": [*data.classes]} | {
-        name: split.dataset.contents(data.classes)
-        for name, split in data.splits.items()
-        if isinstance(split.dataset, Images | RenumberedImages)
-    }
-    goes_on = latest_checkpoint(job.checkpoints) is not None and path.is_file()
-    if goes_on and not job.settings.data_changed:
-        before = json.loads(path.read_text(encoding="utf-8"))
+    path = job.out / DATA_FILE
+    data = job.data
+    now: dict[str, Any] = {"classes": [*data.classes]}
+    for name, split in data.splits.items():
+        if isinstance(split.dataset, Images | RenumberedImages):
+            now[name] = split.dataset.contents(data.classes)
+    continued = latest_checkpoint(job.checkpoints) is not None and path.is_file()
+    if continued and not job.settings.data_changed:
+        noted = json.loads(path.read_text(encoding="utf-8"))
         moved = []
-        for split in sorted((before.keys() | now.keys()) - {"classes"}):
-            old, new = before.get(split, {}), now.get(split, {})
+        for part in sorted((noted.keys() | now.keys()) - {"classes"}):
+            old = noted.get(part, {})
+            new = now.get(part, {})
             for name in sorted(old.keys() | new.keys()):
-                (count, was), (images, digest) = old.get(name, (0, "")), new.get(name, (0, ""))
-                if was != digest:
-                    text = f"{split}/{name} ({count} images before, {images} now)"
-                    moved.append((0 not in (count, images), text))
+                old_count, old_digest = old.get(name, (0, ""))
+                count, digest = new.get(name, (0, ""))
+                if old_digest != digest:
+                    text = f"{part}/{name} ({old_count} images before, {count} now)"
+                    moved.append((0 not in (old_count, count), text))
         # Classes that came or went say more than the images that moved for them.
         differing = [text for _, text in sorted(moved)]
-        if not differing and before["classes"] != now["classes"]:
+        if not differing and noted["classes"] != now["classes"]:
             differing = [f"the order of the classes ({shortened(now['classes'])} now)"]
         if differing:
             raise UsageError(
@@ -102,11 +106,12 @@ def check_data(job: Job) -> None:
 def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
     stored = read_recipe(path)
     resolved = settings.model_dump(mode="json")
-    differing = {
-        name: f"{name} ({stored.get(name)!r} there, {resolved.get(name)!r} now)"
-        for name in sorted(stored.keys() | resolved.keys())
-        if name not in _MAY_CHANGE and stored.get(name) != resolved.get(name)
-    }
+    differing: dict[str, str] = {}
+    for name in sorted(stored.keys() | resolved.keys()):
+        theirs = stored.get(name)
+        ours = resolved.get(name)
+        if name not in _MAY_CHANGE and theirs != ours:
+            differing[name] = f"{name} ({theirs!r} there, {ours!r} now)"
     if not differing:
         return
     # An option may be given if the method has the same value anyway.
@@ -132,7 +137,8 @@ def save_checkpoint(state: TrainState) -> None:
     All processes must call this. Raises `TrainingError` if a weight is not finite: the last good
     checkpoint is worth more than a newer one with broken weights.
     """
-    job, ranks = state.job, state.job.ranks
+    job = state.job
+    ranks = job.ranks
     # A step that breaks the weights may still have a finite loss.
     if ranks.any(not all_finite(state.model)):
         state.refuse_non_finite(math.inf)
@@ -143,12 +149,12 @@ def save_checkpoint(state: TrainState) -> None:
         torch.save(drawn, stage / _RNG.format(ranks.rank))
         # All processes put the shards together, so that a single process can read the checkpoint.
         model = state.scored_model() if job.sharded else state.model
-        # Its keys are names then, and numbers else: torch pairs the two by their order.
-        optimizer = (
-            get_optimizer_state_dict(state.model, state.optimizer, options=WHOLE)
-            if job.sharded
-            else state.optimizer.state_dict()
-        )
+        # Its keys are names if the model is sharded, and numbers otherwise: torch pairs the two by
+        # their order.
+        if job.sharded:
+            optimizer = get_optimizer_state_dict(state.model, state.optimizer, options=WHOLE)
+        else:
+            optimizer = state.optimizer.state_dict()
         if ranks.first:
             # Not `save_file`, which refuses weights that two modules share.
             save_model(model, str(stage / _MODEL))
@@ -184,7 +190,7 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     state = new_state(job)
     state.step = content["step"]
     state.best = content["best"]
-    state.seconds_before = content["seconds"]
+    state.earlier_seconds = content["seconds"]
     state.images_trained = content["images"]
     state.step_seconds = content["step_seconds"]
     if job.sharded:

@@ -22,11 +22,13 @@ from layershuffle.ground.plotting import (
     style_axes,
 )
 
-HISTORY, PAGE = "history.csv", "index.html"
-SCORES = tuple(
-    f"eval_{mode}_{score}"
-    for mode in ("sequential", "arbitrary")
-    for score in ("cross_entropy", "top1")
+HISTORY = "history.csv"
+PAGE = "index.html"
+SCORES = (
+    "eval_sequential_cross_entropy",
+    "eval_sequential_top1",
+    "eval_arbitrary_cross_entropy",
+    "eval_arbitrary_top1",
 )
 COLUMNS = ("step", "loss", "accuracy", "learning_rate", "grad_norm", *SCORES)
 
@@ -36,16 +38,23 @@ def read_history(path: Path) -> list[dict[str, float]]:
     if not path.is_file():
         return []
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [
-        {name: float(value) for name, value in row.items() if value}
-        for row in csv.DictReader(io.StringIO(whole))
-    ]
+    rows: list[dict[str, float]] = []
+    for cells in csv.DictReader(io.StringIO(whole)):
+        row: dict[str, float] = {}
+        for name, value in cells.items():
+            if value:
+                row[name] = float(value)
+        rows.append(row)
+    return rows
 
 
-def begin_history(path: Path, *, at: int) -> None:
-    """Remove the rows after the step `at`, the last checkpoint: the run takes them again."""
-    rows = [row for row in read_history(path) if row["step"] <= at]
-    write_text(path, "".join([",".join(COLUMNS) + "\n", *map(_line, rows)]))
+def begin_history(path: Path, *, step: int) -> None:
+    """Remove the rows after `step`, that of the last checkpoint: the run takes them again."""
+    text = ",".join(COLUMNS) + "\n"
+    for row in read_history(path):
+        if row["step"] <= step:
+            text += _line(row)
+    write_text(path, text)
 
 
 def add_row(path: Path, row: Mapping[str, float]) -> None:
@@ -55,7 +64,9 @@ def add_row(path: Path, row: Mapping[str, float]) -> None:
 
 
 def _line(row: Mapping[str, float]) -> str:
-    cells = [str(int(row["step"])), *(str(row.get(name, "")) for name in COLUMNS[1:])]
+    cells = [str(int(row["step"]))]
+    for name in COLUMNS[1:]:
+        cells.append(str(row.get(name, "")))
     return ",".join(cells) + "\n"
 
 
@@ -73,6 +84,8 @@ def _curves(rows: Sequence[Mapping[str, float]], method: str) -> Any:
     figure = new_figure(10.0, 3.8)
     colour, _, _ = METHOD_STYLES[method]
     scored = [row for row in rows if SCORES[0] in row]
+    scored_steps = [row["step"] for row in scored]
+    steps = [row["step"] for row in rows]
     entries = []
     panels = ("loss", "cross_entropy", "loss"), ("accuracy", "top1", "top-1 accuracy (%)")
     for axes, (training, score, label) in zip(figure.subplots(1, 2), panels, strict=True):
@@ -80,15 +93,18 @@ def _curves(rows: Sequence[Mapping[str, float]], method: str) -> Any:
         axes.set(xlabel="optimiser steps", ylabel=label)
         axes.grid(axis="y", color=RULE, linewidth=0.8)
         axes.locator_params(axis="x", integer=True)
-        steps = [row["step"] for row in rows]
         (line,) = axes.plot(steps, [row[training] for row in rows], color=INK, linewidth=0.9)
         entries = [(line, "training batches")]
         for mode, dash in (("sequential", "-"), ("arbitrary", "--")):
+            values = [row[f"eval_{mode}_{score}"] for row in scored]
             (line,) = axes.plot(
-                [row["step"] for row in scored],
-                [row[f"eval_{mode}_{score}"] for row in scored],
-                color=colour, linestyle=dash, marker="o", markersize=3,
-            )  # fmt: skip
+                scored_steps,
+                values,
+                color=colour,
+                linestyle=dash,
+                marker="o",
+                markersize=3,
+            )
             entries.append((line, f"held out, {mode} order"))
     legend_below(figure, entries)
     return figure

@@ -119,7 +119,8 @@ class Job:
 
         It stays on the GPU, or in memory, after the first pass if there is room for it.
         """
-        split, ranks = self.data.splits[self.selection_split], self.ranks
+        split = self.data.splits[self.selection_split]
+        ranks = self.ranks
         # Every process scores every n-th image. With fewer images than processes some would get
         # none, so every process scores all of them.
         if ranks.count > 1 and split.size >= ranks.count:
@@ -140,7 +141,8 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
 
     Raises `UsageError` for settings that are impossible here, and the errors of model and data.
     """
-    forwards, device = settings.accumulate * ranks.count, device_of(settings.device)
+    forwards = settings.accumulate * ranks.count
+    device = device_of(settings.device)
     if settings.batch_size % forwards:
         raise UsageError(
             f"A step of {settings.batch_size} images cannot be shared by {ranks.count} processes "
@@ -211,7 +213,7 @@ def _with_head(backbone: nn.Module, data: ImageData, settings: FitSettings) -> I
     try:
         data = matched(backbone, data, name=settings.model)
     except DataError as error:
-        # Another number of classes is said with the new head.
+        # `replace_head` warns of another number of classes itself.
         if len(data.classes) == num_classes_of(backbone):
             LOG.warning("%s: %s.", settings.model, error.cause)
         replace_head(backbone, len(data.classes), seed=settings.seed)
@@ -222,7 +224,8 @@ def _with_head(backbone: nn.Module, data: ImageData, settings: FitSettings) -> I
 
 def _warn_of_few(data: ImageData) -> None:
     """Log a warning for data that cannot show what distinguishes classes."""
-    classes, images = len(data.classes), data.splits["train"].size
+    classes = len(data.classes)
+    images = data.splits["train"].size
     if classes == 1:
         LOG.warning("%s has a single class, so every answer is right: give several", data.spec)
     elif images < 2 * classes:
@@ -234,13 +237,14 @@ def _warn_of_few(data: ImageData) -> None:
 
 
 def _notes(data: ImageData, settings: FitSettings, *, steps: int, chooses: bool) -> list[str]:
-    """What these settings do with data as few, or steps as few, as these.
+    """Notes on settings that do not suit so few images, or so few steps.
 
-    `chooses`: whether there is more than one evaluation, so a checkpoint is chosen.
+    `chooses`: whether there is more than one evaluation, so that a checkpoint is chosen.
     """
     notes = []
     split = "test" if settings.paper_protocol else "holdout"
-    images, training = data.splits[split].size, data.splits["train"].size
+    images = data.splits[split].size
+    training = data.splits["train"].size
     if chooses and images < _FEW_IMAGES:
         notes.append(
             f"only {counted(images, 'image')} ({split}) to pick the checkpoint, so the choice is "

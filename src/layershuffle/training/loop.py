@@ -28,20 +28,28 @@ from layershuffle.training.checkpoints import save_checkpoint
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.job import Job
 from layershuffle.training.state import TrainState
-from layershuffle.training.warmup import warm_up
+from layershuffle.training.warmup import compile_blocks
 
 Event = dict[str, Any]
 Listener = Callable[[Event], object]
-"""Receives the events of a run, of these kinds: "data" (text, notes), "start" (steps, at), "step"
-(step, and the mean loss since the last log if nobody has read it for 20 seconds) or, in its place,
-"log" (step, loss, grad_norm, learning_rate, accuracy and waiting, the share of the steps' time
-spent waiting for data, both in percent), "scoring" (step, images that were scored so far, total),
-"scores" (step and metrics), "history" (step and all that was logged there, a row of history.csv),
-"checkpoint" (step), "best" (step, cross_entropy), "end" (step); of a run that was complete before,
-"complete" (steps) alone."""
+"""Receives the events of a run. Their kinds, with their entries:
+
+- "data": text, notes;
+- "start": steps, at (the step that the run starts from);
+- "step": step, and loss, the mean since the last log, if nobody has read it for 20 seconds;
+- "log", in place of "step": step, loss, grad_norm, learning_rate, and in percent accuracy and
+  waiting (the share of the steps' time spent waiting for data);
+- "scoring": step, images (that were scored so far), total;
+- "scores": step and metrics;
+- "history": step and all that was logged there, a row of history.csv;
+- "checkpoint": step;
+- "best": step, cross_entropy;
+- "end": step;
+- "complete": steps; a run that was complete already tells this alone.
+"""
 Tell = Callable[..., None]
 _clock = time.perf_counter
-_LOSS_SECONDS = 20.0  # reading the loss makes the host wait for the GPU
+_LOSS_SECONDS = 20.0  # reading the loss makes the CPU wait for the GPU
 OnPhase = Callable[[str, int], None]
 """Called with a phase and the number of steps taken when "data", "forward", "backward",
 "optimizer" or "report" (logs, scores and checkpoints after a step) begins: for profilers."""
@@ -67,14 +75,14 @@ def train(
     Raises `TrainingError` for a loss that is not finite and `torch.OutOfMemoryError` for a batch
     that does not fit.
     """
-    job, settings = state.job, state.job.settings
+    job = state.job
+    settings = job.settings
     model = state.model if state.ddp is None else state.ddp
     checkpoint_every = settings.checkpoint_every or job.eval_every
-    sums = _Sums(state.device, step=state.step)
-    # By the host's clock: asking the GPU would make every step wait for it. The host is enough,
+    # By the CPU's clock: asking the GPU would make every step wait for it. The CPU is enough,
     # because one that runs ahead of its GPU is held back where it launches work.
-    waited, seconds_before = 0.0, state.step_seconds
-    warm_up(state)
+    sums = _Sums(state.device, step=state.step, seconds=state.step_seconds)
+    compile_blocks(state)
     batches = batches or _batches(state)
     while state.step < job.steps:
         on_phase("data", state.step)
@@ -82,7 +90,7 @@ def train(
         micro_batches = next(batches, None)
         if micro_batches is None:
             return
-        waited += _clock() - began
+        sums.waited += _clock() - began
         in_step = sum(len(labels) for _, labels in micro_batches)
         state.model.train()  # scoring leaves it in evaluation mode
         for micro_batch, (pixels, labels) in enumerate(micro_batches):
@@ -116,17 +124,16 @@ def train(
         # Before every checkpoint, too, so that a resumed run has no sums to continue.
         if scoring or saving or state.step % settings.log_every == 0:
             row = sums.means(job.ranks, step=state.step)
-            sums = _Sums(state.device, step=state.step)
             state.refuse_non_finite(row["loss"])
             row |= {"grad_norm": norm.item(), "learning_rate": learning_rate}
             state.step_seconds += _clock() - began
-            waiting = 100.0 * waited / max(state.step_seconds - seconds_before, 1e-9)
-            waited, seconds_before = 0.0, state.step_seconds
+            waiting = sums.waiting(seconds=state.step_seconds)
+            sums = _Sums(state.device, step=state.step, seconds=state.step_seconds)
             tell("log", step=state.step, **row, waiting=waiting)
             _finish_row(state, row, scores=scoring, saves=saving, tell=tell, keep_best=keep_best)
         else:
             state.step_seconds += _clock() - began
-            tell("step", step=state.step, **sums.now_and_then(step=state.step))
+            tell("step", step=state.step, **sums.occasional_loss(step=state.step))
         if stopping:
             return
 
@@ -140,8 +147,11 @@ def _finish_row(
     tell: Tell,
     keep_best: Callable[[nn.Module, dict[str, float]], None],
 ) -> None:
-    """Score the model on held-out data if asked, keep it if it is the best so far, add the scores
-    to a row of the history, tell it, then save a checkpoint that is behind it."""
+    """Finish the `row` of the history at this step, and tell it.
+
+    With `scores` the model is scored on held-out data and kept if it is the best so far. With
+    `saves` a checkpoint is saved after the row is told.
+    """
     if scores:
         model = state.scored_model()
         metrics = _scores(state, model, tell=tell)
@@ -161,7 +171,7 @@ def _finish_row(
 
 
 def _update(state: TrainState) -> tuple[Tensor, float]:
-    """Take the step with the gradients that are there; their norm and the learning rate."""
+    """Take the step with the gradients that are there. Returns their norm and the learning rate."""
     norm = clip_grad_norm_(state.model.parameters(), state.job.settings.clip or math.inf)
     state.optimizer.step()
     learning_rate = float(state.scheduler.get_last_lr()[0])
@@ -172,19 +182,31 @@ def _update(state: TrainState) -> tuple[Tensor, float]:
 
 
 class _Sums:
-    """Loss and hits since the last log; kept on the device, because reading makes the host wait."""
+    """Loss, hits and seconds of waiting for data since the last log.
 
-    def __init__(self, device: torch.device, *, step: int) -> None:
+    Loss and hits stay on the device, because reading them makes the CPU wait. `seconds` is the time
+    of all steps until now.
+    """
+
+    def __init__(self, device: torch.device, *, step: int, seconds: float) -> None:
+        self.waited = 0.0
+        self._seconds = seconds
         self.loss = torch.zeros((), device=device)
         self._hits = torch.zeros((), dtype=torch.long, device=device)
-        self._images, self._step, self._read = 0, step, time.monotonic()
+        self._images = 0
+        self._step = step
+        self._read = time.monotonic()
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         self.loss += loss
         self._hits += (logits.argmax(-1) == labels).sum()
         self._images += len(labels)
 
-    def now_and_then(self, *, step: int) -> dict[str, float]:
+    def waiting(self, *, seconds: float) -> float:
+        """The share of waiting in percent; `seconds` is the time of all steps until now."""
+        return 100.0 * self.waited / max(seconds - self._seconds, 1e-9)
+
+    def occasional_loss(self, *, step: int) -> dict[str, float]:
         """The mean loss up to `step` in this process, if nobody has read it for a while."""
         if time.monotonic() - self._read < _LOSS_SECONDS:
             return {}
@@ -235,7 +257,7 @@ def score(
         seed=job.settings.seed,
         on_images=on_images,
     )
-    metrics = {}
+    metrics: dict[str, float] = {}
     for mode in ("sequential", "arbitrary"):
         scores = [row for row in rows if row.label == mode]
         metrics[f"eval_{mode}_cross_entropy"] = sum(s.cross_entropy for s in scores) / len(scores)
@@ -244,8 +266,11 @@ def score(
         return metrics
     # Shares of the processes can differ by one image, so means are weighted by images.
     images = rows[0].images
-    *sums, total = job.ranks.total([mean * images for mean in (*metrics.values(), 1.0)])
-    return {name: value / total for name, value in zip(metrics, sums, strict=True)}
+    weighted = [mean * images for mean in metrics.values()]
+    *sums, total = job.ranks.total([*weighted, images])
+    for name, value in zip(metrics, sums, strict=True):
+        metrics[name] = value / total
+    return metrics
 
 
 def epoch_rows(images: int, *, seed: int, epoch: int) -> list[int]:
@@ -263,8 +288,10 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
 
     The last step of an epoch gets the rest: fewer micro-batches, of which the last one is smaller.
     """
-    job, accumulate = state.job, state.job.settings.accumulate
-    train, ranks = job.data.splits["train"], job.ranks
+    job = state.job
+    accumulate = job.settings.accumulate
+    train = job.data.splits["train"]
+    ranks = job.ranks
     together = job.images_per_forward * ranks.count
     forwards = math.ceil(train.size / together)
     epoch, done = divmod(state.step, math.ceil(forwards / accumulate))
@@ -289,11 +316,16 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
         # started before the checkpoint, the checkpoint's random state includes that draw.
         with torch.random.fork_rng(devices=[]) if done else nullcontext():
             iterator = iter(loader)
-        # Not blocking: otherwise the host waits until each batch has been copied to the GPU.
-        on_device = (
-            (pixels.to(state.device, non_blocking=True), labels.to(state.device, non_blocking=True))
-            for pixels, labels in iterator
-        )
-        while micro_batches := list(islice(on_device, accumulate)):
+        micro_batches: list[TrainingBatch] = []
+        for on_cpu in iterator:
+            # Not blocking: otherwise the CPU waits until each batch has been copied to the GPU.
+            pixels = on_cpu[0].to(state.device, non_blocking=True)
+            labels = on_cpu[1].to(state.device, non_blocking=True)
+            micro_batches.append((pixels, labels))
+            if len(micro_batches) == accumulate:
+                yield micro_batches
+                micro_batches = []
+        if micro_batches:
             yield micro_batches
-        epoch, done = epoch + 1, 0
+        epoch += 1
+        done = 0

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
-from layershuffle.core.policies import OrderMode, policy_to_json
+from layershuffle.core.policies import policy_to_json
 from layershuffle.core.stack import depth_of
 from layershuffle.ground.errors import Interrupted, ModelFileError, UsageError
 from layershuffle.ground.files import locked, names_in, refuse_foreign, user_path, write_text
@@ -77,7 +77,7 @@ def fit(
     on_phase: OnPhase = unheard,
     **fields: Any,
 ) -> FitResult:
-    """Train as `settings` say in the directory `out`; the best state ends up in `out/model`.
+    """Train as `settings` say in the directory `out`, and save the best state in `out/model`.
 
     The settings are those of `layershuffle fit`, as one object or by keyword:
 
@@ -165,10 +165,12 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
 
     state = load_state(job, job.ranks.from_first(lambda: latest_checkpoint(job.checkpoints)))
     if job.ranks.first:
-        begin_history(job.out / HISTORY, at=state.step)
+        begin_history(job.out / HISTORY, step=state.step)
     tracking = _trackers(job) if job.settings.log_with is not None else None
-    why = [f"precision {job.precision}: {job.precision_why}"] if job.precision_why else []
-    tell("data", text=_describe_data(job), notes=(*job.data.notes, *why))
+    notes = list(job.data.notes)
+    if job.precision_why:
+        notes.append(f"precision {job.precision}: {job.precision_why}")
+    tell("data", text=_describe_data(job), notes=tuple(notes))
     tell("start", steps=job.steps, at=state.step)
     # A run that was killed between its last checkpoint and its result has no step left.
     if state.step < job.steps:
@@ -178,8 +180,9 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
             except torch.OutOfMemoryError as error:
                 raise too_large(job) from error
     tell("end", step=state.step)
-    for tracker in () if tracking is None else tracking.trackers:
-        tracker.finish()
+    if tracking is not None:
+        for tracker in tracking.trackers:
+            tracker.finish()
     if state.step < job.steps:
         raise Interrupted(
             f"Stopped at step {state.step} of {job.steps}; a checkpoint is saved",
@@ -212,11 +215,11 @@ def _track(tracking: Accelerator, row: Mapping[str, float]) -> None:
 
 
 def _describe_data(job: Job) -> str:
-    sizes = (
-        f"{split.size:,} {name}"
-        for name in ("train", "holdout", "test")
-        if (split := job.data.splits.get(name)) is not None
-    )
+    sizes: list[str] = []
+    for name in ("train", "holdout", "test"):
+        split = job.data.splits.get(name)
+        if split is not None:
+            sizes.append(f"{split.size:,} {name}")
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     return (
         f"{', '.join(sizes)} images of {len(job.data.classes)} classes; model of "
@@ -225,8 +228,14 @@ def _describe_data(job: Job) -> str:
 
 
 def _record(job: Job, step: int, scores: dict[str, float]) -> dict[str, Any]:
-    """What `layershuffle.json` beside a saved model says of its training."""
-    modes: tuple[OrderMode, ...] = ("sequential", "arbitrary")
+    """What `layershuffle.json` in the directory of a saved model says of its training."""
+    top1 = {
+        "sequential": scores["eval_sequential_top1"],
+        "arbitrary": scores["eval_arbitrary_top1"],
+    }
+    provenance = {"base": job.settings.model, "base_sha256": job.base_sha256}
+    if job.origin:
+        provenance["blocks_of_base"] = str(job.origin)
     return {
         "method": job.method.name,
         "policy": policy_to_json(job.method.policy),
@@ -235,18 +244,12 @@ def _record(job: Job, step: int, scores: dict[str, float]) -> dict[str, Any]:
             "metric": f"{job.selection_split} cross-entropy, {job.select_by} order",
             "value": scores[f"eval_{job.select_by}_cross_entropy"],
             # Percent, on the same images: what a reader of the card asks first.
-            "top1": {mode: scores[f"eval_{mode}_top1"] for mode in modes},
+            "top1": top1,
             "images": job.data.splits[job.selection_split].size,
         },
         # The options of the method where none were given: a preset may change.
         "settings": job.settings.model_dump(mode="json") | job.method.options,
-        "provenance": {
-            "base": job.settings.model,
-            "base_sha256": job.base_sha256,
-            **({"blocks_of_base": str(job.origin)} if job.origin else {}),
-            "data": job.settings.data,
-            **versions(),
-        },
+        "provenance": {**provenance, "data": job.settings.data, **versions()},
     }
 
 

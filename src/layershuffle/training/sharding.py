@@ -18,7 +18,7 @@ from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.models import image_view
 
 WHOLE = StateDictOptions(full_state_dict=True)
-"""Of all processes together; all of them must ask."""
+"""Options for the weights of all processes together; all of them must ask at the same time."""
 
 
 def shard(model: nn.Module) -> None:
@@ -35,9 +35,12 @@ def shard(model: nn.Module) -> None:
 
 def all_finite(model: nn.Module) -> bool:
     """Whether every weight in this process is finite; waits for the device once."""
-    weights = [w.to_local() if isinstance(w, DTensor) else w for w in model.parameters()]
-    # One flag for all weights: a flag per weight would make the host wait as many times.
-    return bool(torch.stack([torch.isfinite(weight).all() for weight in weights]).all())
+    flags: list[torch.Tensor] = []
+    for weight in model.parameters():
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        flags.append(torch.isfinite(local).all())
+    # One flag for all weights: to read a flag per weight would make the CPU wait as many times.
+    return bool(torch.stack(flags).all())
 
 
 def idle_parameters(model: nn.Module) -> Sequence[str]:
@@ -54,6 +57,9 @@ def idle_parameters(model: nn.Module) -> Sequence[str]:
     order = ExecutionOrder.sequential(depth_of(model))
     loss, _ = loss_along(model, images, labels=labels, orders=[order])
     loss.backward()  # type: ignore[no-untyped-call]
-    idle = [name for name, w in model.named_parameters() if w.requires_grad and w.grad is None]
+    idle: list[str] = []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and weight.grad is None:
+            idle.append(name)
     model.zero_grad()
     return idle

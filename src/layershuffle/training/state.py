@@ -28,9 +28,9 @@ class TrainState:
 
     `model` is saved and scored; `ddp` holds the same model and averages its gradients over several
     processes. `whole` is a copy with room for all weights if every process holds only a part of
-    them. `best` is the lowest held-out cross-entropy
-    so far, `seconds_before` the time before the last resume.
-    `images_trained` counts those of all processes so far, in steps that took `step_seconds`.
+    them. `best` is the lowest held-out cross-entropy so far, `earlier_seconds` the time before the
+    last resume. `images_trained` counts the images of all processes so far, in steps that took
+    `step_seconds`.
     """
 
     job: Job
@@ -43,13 +43,13 @@ class TrainState:
     step: int = 0
     best: float | None = None
     images_trained: int = 0
-    seconds_before: float = 0.0
+    earlier_seconds: float = 0.0
     step_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
         """Time spent on the run before and after every resume, scoring and compiling included."""
-        return self.seconds_before + time.monotonic() - self.started
+        return self.earlier_seconds + time.monotonic() - self.started
 
     def scored_model(self) -> nn.Module:
         """The model to score and to save; its shards are gathered by all processes."""
@@ -59,20 +59,20 @@ class TrainState:
         return self.whole
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Around forwards: in the precision of the run."""
+        """A context for forwards in the precision of the run."""
         enabled = self.job.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def averaging(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch: DDP averages gradients with the last one.
+        """A context for forward and backward of a micro-batch: only the `last` averages gradients.
 
-        Shards reduce theirs with each one, or those of a block that the last one leaves out would
-        be lost.
+        This is so with DDP. Shards reduce their gradients with every micro-batch, because those of
+        a block that the last one leaves out would be lost otherwise.
         """
         return nullcontext() if self.ddp is None or last else self.ddp.no_sync()
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Around forward and backward: with activation checkpointing, run the blocks again."""
+        """A context for forward and backward, which runs blocks again if the run asks for it."""
         again = self.job.settings.activation_checkpointing
         return recomputing(self.model) if again else nullcontext()
 
@@ -133,8 +133,12 @@ def _optimizer(job: Job) -> Optimizer:
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, weight in job.model.named_parameters():
-        if weight.requires_grad:  # a table of biases has two dimensions
-            (decayed if weight.dim() > 1 and "bias" not in name else others).append(weight)
+        if not weight.requires_grad:
+            continue
+        if weight.dim() > 1 and "bias" not in name:  # a table of biases has two dimensions
+            decayed.append(weight)
+        else:
+            others.append(weight)
     groups = [
         {"params": decayed, "weight_decay": job.settings.weight_decay},
         {"params": others, "weight_decay": 0.0},

@@ -21,13 +21,14 @@ from layershuffle.training.job import Job
 from layershuffle.training.state import TrainState
 
 
-def warm_up(state: TrainState) -> None:
+def compile_blocks(state: TrainState) -> None:
     """Compile the blocks before the first step, for every batch size of the run.
 
     Blocks that do not compile run in eager mode from then on, with a warning. Within a training
     step, some blocks would already have run before this decision.
     """
-    job, compiler = state.job, state.job.compiler
+    job = state.job
+    compiler = job.compiler
     if not compiler.on:
         return
 
@@ -47,11 +48,13 @@ def warm_up(state: TrainState) -> None:
 
 def forward_sizes(state: TrainState) -> list[int]:
     """Numbers of images in the forwards of a run: a full batch, and a last, partial one."""
-    job, full, processes = state.job, state.job.images_per_forward, state.job.ranks.count
+    job = state.job
+    full = job.images_per_forward
+    processes = job.ranks.count
     images = job.data.splits["train"].size
-    reaches_the_end = job.steps * job.settings.batch_size >= images
+    whole_epoch = job.steps * job.settings.batch_size >= images
     rest = math.ceil(images % (full * processes) / processes)
-    return [full, rest] if reaches_the_end and 0 < rest < full else [full]
+    return [full, rest] if whole_epoch and 0 < rest < full else [full]
 
 
 def try_forward(state: TrainState, images: int) -> None:
@@ -60,9 +63,13 @@ def try_forward(state: TrainState, images: int) -> None:
     It uses the model without DDP, so one process can try alone. Afterwards weights, gradients,
     buffers and random generators are unchanged. Raises the errors of a training step.
     """
-    job, model, device = state.job, state.model, state.device
+    job = state.job
+    model = state.model
+    device = state.device
     data = job.data.splits["train"].dataset
-    pixels, labels = (tensor.to(device) for tensor in default_collate([data[0]] * images))
+    pixels, labels = default_collate([data[0]] * images)
+    pixels = pixels.to(device)
+    labels = labels.to(device)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _untouched(model):
         model.train()
@@ -88,19 +95,24 @@ def try_forward(state: TrainState, images: int) -> None:
 
 
 def warmup_orders(job: Job) -> tuple[tuple[ExecutionOrder, ...], ...]:
-    """Orders of forwards that run every block: with all groups apart, then with all joined.
+    """Orders of two forwards that run every block: groups share no block, then every block.
 
     Groups that share a block at a position run it together, so these two are the smallest and the
     largest batches that a block meets. Blocks that keep their place are shared in both.
     """
-    groups, fixed = job.method.orders_per_batch, job.method.fixed
+    groups = job.method.orders_per_batch
+    fixed = job.method.fixed
     drawn = drawn_blocks(job.depth, fixed)
-    first, last = range(fixed[0]), range(job.depth - fixed[1], job.depth)
-    apart = tuple(
-        ExecutionOrder((*first, *drawn[shift:], *drawn[:shift], *last), job.depth)
-        for shift in (group % len(drawn) for group in range(groups))
-    )
-    return (apart,) if groups == 1 else (apart, (apart[0],) * groups)
+    first = range(fixed[0])
+    last = range(job.depth - fixed[1], job.depth)
+    orders: list[ExecutionOrder] = []
+    for group in range(groups):
+        shift = group % len(drawn)
+        blocks = (*first, *drawn[shift:], *drawn[:shift], *last)
+        orders.append(ExecutionOrder(blocks, job.depth))
+    different = tuple(orders)
+    equal = (orders[0],) * groups
+    return (different,) if groups == 1 else (different, equal)
 
 
 @contextmanager
@@ -112,21 +124,24 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     finally:
         model.zero_grad()
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, content in buffers:
+                buffer.copy_(content)
 
 
 def too_large(job: Job) -> TrainingError:
     """The error for a batch that does not fit into memory, with what helps."""
-    settings, images = job.settings, job.images_per_forward
+    settings = job.settings
+    images = job.images_per_forward
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine"
-    ways = ["a smaller --batch-size"]
+    remedies = ["a smaller --batch-size"]
     if not settings.activation_checkpointing:
-        ways.insert(0, "--activation-checkpointing (computes every block twice)")
+        remedies.insert(0, "--activation-checkpointing (computes every block twice)")
     share = images * settings.accumulate  # images of a step in this process
-    # The settings accept only divisors: every forward holds the same number of images.
-    more = [n for n in range(2 * settings.accumulate, share + 1) if share % n == 0]
-    if more:
-        ways.insert(0, f"--accumulate {more[0]} (as many images per step, in smaller forwards)")
+    for forwards in range(2 * settings.accumulate, share + 1):
+        # The settings accept only divisors: every forward holds the same number of images.
+        if share % forwards == 0:
+            remedy = f"--accumulate {forwards} (as many images per step, in smaller forwards)"
+            remedies.insert(0, remedy)
+            break
     cause = f"A forward of {images} images does not fit into the memory of {device}"
-    return TrainingError(cause, hint=" or ".join(ways))
+    return TrainingError(cause, hint=" or ".join(remedies))

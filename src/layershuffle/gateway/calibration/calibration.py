@@ -68,19 +68,23 @@ class CellAccuracy(CalibrationPart):
 
 
 class Expected(CellAccuracy, CalibrationFacts):
-    """The accuracy in percent of answers whose blocks ran like this: `kept` of them, each `passes`
-    times, `parallel` at once. `low` and `high` are the 95 % interval of `top1`, a mean over orders.
-    A single answer comes from one order, and nine of ten lie from `orders_low` to `orders_high`."""
+    """The accuracy in percent of answers for which `kept` blocks ran, and the data behind it.
+
+    Each block ran `passes` times, `parallel` of them at once. `low` and `high` are the 95 %
+    interval of `top1`, a mean over orders. A single answer comes from one order, and nine of ten
+    orders lie from `orders_low` to `orders_high`.
+    """
 
     model_config = ConfigDict(extra="ignore")  # a newer gateway may say more
 
 
 class Calibration(CalibrationFacts):
-    """The content of calibration.json. `weights`: digest of the measured model.
+    """The content of calibration.json. `weights` is the digest of the measured model.
 
-    `late`: top-1 in percent with all blocks one after the other, if the last read a state that was
-    1, 2 ... versions old. `sureness`: `None` if the data have no held-out images. `tied`: files of
-    before say `null`; of places that share weights they measured something else.
+    `late` has the top-1 in percent with all blocks one after the other, if the last one read a
+    state that was 1, 2, ... versions old. `sureness` is `None` if the data have no held-out images.
+    Older files have `tied`, which must be `null`: those of models whose places share weights
+    measured something else.
     """
 
     schema_: Literal[3] = Field(3, alias="schema")
@@ -102,13 +106,17 @@ class Calibration(CalibrationFacts):
 
     @property
     def temperatures(self) -> tuple[float, ...]:
-        """By the number of blocks; none if they were not measured."""
+        """The temperatures by the number of blocks; empty if they were not measured."""
         return () if self.sureness is None else self.sureness.temperatures
 
     @property
     def queue(self) -> tuple[CellAccuracy, ...]:
         """The rows in which blocks run one after the other, each once, by the number of blocks."""
-        return tuple(row for row in self.rows if row.passes == row.parallel == 1)
+        rows: list[CellAccuracy] = []
+        for row in self.rows:
+            if row.passes == 1 and row.parallel == 1:
+                rows.append(row)
+        return tuple(rows)
 
 
 def calibration_path(model: str) -> Path:
@@ -171,25 +179,24 @@ def read_calibration(path: Path, *, weights: str) -> Calibration | None:
     return calibration
 
 
-# --- what it says of answers ----------------------------------------------------------------------
+# --- what a calibration says of answers -----------------------------------------------------------
 
 
-def expected_at(calibration: Calibration, cell: Cell) -> Expected | None:
+def expected_accuracy(calibration: Calibration, cell: Cell) -> Expected | None:
     """The accuracy to expect of an answer in `cell`; `None` if it was not measured.
 
     For more passes than were measured it is that of the most measured ones: a returning host adds
     blocks to a request that already ran its other blocks again.
     """
-    rows = [
-        row
-        for row in calibration.rows
-        if (row.kept, row.parallel) == (cell.kept, cell.parallel) and row.passes <= cell.passes
-    ]
-    if not rows:
+    best: CellAccuracy | None = None
+    for row in calibration.rows:
+        fits = row.kept == cell.kept and row.parallel == cell.parallel
+        if fits and row.passes <= cell.passes and (best is None or row.passes > best.passes):
+            best = row
+    if best is None:
         return None
-    row = max(rows, key=lambda row: row.passes)
     facts = calibration.model_dump(include=set(CalibrationFacts.model_fields))
-    return Expected(**row.model_dump(), **facts)
+    return Expected(**best.model_dump(), **facts)
 
 
 def useful_blocks(calibration: Calibration | None) -> int:
@@ -206,51 +213,68 @@ def useful_blocks(calibration: Calibration | None) -> int:
 def rounds_of(calibration: Calibration | None) -> Rounds:
     """How requests in free order run, according to the calibration; without one, as a queue.
 
-    For each number of blocks: the fewest passes within half a point of the best number of passes,
-    and with these the most blocks in flight that cost at most half a point. A late answer counts up
-    to the age at which it is worse than none, and always up to the age that the number in flight
-    causes.
+    For each number of blocks it takes the fewest passes within half a point of the best number of
+    passes, and with these the most blocks in flight that cost at most half a point. A late answer
+    counts up to the age at which it is worse than none, and always up to the age that the number in
+    flight causes.
     """
     if calibration is None:
         return QUEUE
     top1 = {row.cell: row.top1 for row in calibration.rows}
     depth = len(calibration.queue)
-    cells = {kept: _best_cell(top1, kept) for kept in range(1, depth + 1)}
-    without = top1[Cell(depth - 1)] if depth > 1 else 0.0
-    worse = [age for age, late in enumerate(calibration.late) if late < without]
-    measured = worse[0] if worse else len(calibration.late)
-    widest = max(cell.parallel for cell in cells.values())
-    return Rounds(cells, max_age=max(measured, widest - 1))
+    cells: dict[int, Cell] = {}
+    widest = 1
+    for kept in range(1, depth + 1):
+        cells[kept] = _best_cell(top1, kept)
+        widest = max(widest, cells[kept].parallel)
+    one_less = top1[Cell(depth - 1)] if depth > 1 else 0.0
+    useful_age = 0
+    for late in calibration.late:
+        if late < one_less:
+            break
+        useful_age += 1
+    return Rounds(cells, max_age=max(useful_age, widest - 1))
 
 
 def _best_cell(top1: Mapping[Cell, float], kept: int) -> Cell:
     """How `kept` blocks run, by the accuracy of every cell."""
-    queue = {cell.passes: top1[cell] for cell in top1 if (cell.kept, cell.parallel) == (kept, 1)}
-    passes = min(n for n, right in queue.items() if right >= max(queue.values()) - _POINTS)
-    widest = max(
-        cell.parallel
-        for cell, right in top1.items()
-        if (cell.kept, cell.passes) == (kept, passes) and right >= queue[passes] - _POINTS
-    )
+    queue: dict[int, float] = {}  # top-1 by the number of passes, blocks one after the other
+    for cell, right in top1.items():
+        if cell.kept == kept and cell.parallel == 1:
+            queue[cell.passes] = right
+    best = max(queue.values())
+    passes = min(number for number, right in queue.items() if right >= best - _POINTS)
+    widest = 1
+    for cell, right in top1.items():
+        if cell.kept == kept and cell.passes == passes and right >= queue[passes] - _POINTS:
+            widest = max(widest, cell.parallel)
     return Cell(kept, passes, widest)
 
 
-def expected_over(calibration: Calibration, cells: Sequence[Cell]) -> tuple[float, float, float]:
+def expected_interval(
+    calibration: Calibration, cells: Sequence[Cell]
+) -> tuple[float, float, float]:
     """(top-1, low, high) in percent to expect of answers in these cells, one image each.
 
     The interval covers the uncertainty of the calibration and the random choice of independent
     images, so it is wide for few answers. There is at least one, and all cells were measured.
     """
-    # Looked up once per cell: a drill has thousands of answers in few cells.
-    by_cell = {cell: expected_at(calibration, cell) for cell in set(cells)}
-    rows = [row for cell in cells if (row := by_cell[cell]) is not None]
-    top1 = mean([row.top1 for row in rows])
-    # The calibration's error is the same for all answers, so it does not shrink with their number.
-    below = mean([row.top1 - row.low for row in rows])
-    above = mean([row.high - row.top1 for row in rows])
+    # Looked up once per cell, because there are thousands of answers in few cells.
+    rows: dict[Cell, Expected | None] = {}
+    expected: list[float] = []
+    downward: list[float] = []
+    upward: list[float] = []
+    for cell in cells:
+        if cell not in rows:
+            rows[cell] = expected_accuracy(calibration, cell)
+        row = rows[cell]
+        if row is not None:
+            expected.append(row.top1)
+            downward.append(row.top1 - row.low)
+            upward.append(row.high - row.top1)
+    top1 = mean(expected)
     chance = _SURE * math.sqrt(top1 * (100 - top1) / len(cells))
-    return (
-        top1,
-        max(0.0, top1 - math.hypot(below, chance)),
-        min(100.0, top1 + math.hypot(above, chance)),
-    )
+    # The calibration's error is the same for all answers, so it does not shrink with their number.
+    low = max(0.0, top1 - math.hypot(mean(downward), chance))
+    high = min(100.0, top1 + math.hypot(mean(upward), chance))
+    return top1, low, high

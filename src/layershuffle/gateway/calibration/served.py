@@ -36,50 +36,59 @@ _log = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """The exported model in `directory`. `manifest` says what it is.
+    """The exported model in `directory`, which its `manifest` describes.
 
-    `sample`: a typical state of one image, float32 `[1, tokens, width]`; `quantised`: whether
-    blocks compute in int8, which rounds otherwise on other processors. Raises `ModelFileError` for
-    files that are not those of the manifest.
+    `quantised`: whether blocks compute in int8, which rounds differently on other processors.
+    Raises `ModelFileError` for files that are not those of the manifest.
 
         model = ServedModel(Path("digits"))
         logits = model.head(model.stem(images))
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.manifest = directory, read_manifest(directory)
+        self.directory = directory
+        self.manifest = read_manifest(directory)
         self.shape = self.manifest.state.shape
         self.depth = len(self.manifest.blocks)
-        self._stem, self._head = self._session("stem.onnx"), self._session("head.onnx")
-        graphs = {block.graph for block in self.manifest.blocks}
-        self.quantised = any(is_quantised(self._content(name)) for name in graphs)
+        self._stem = self._session("stem.onnx")
+        self._head = self._session("head.onnx")
+        self.quantised = False
+        for name in {block.graph for block in self.manifest.blocks}:
+            self.quantised = self.quantised or is_quantised(self._content(name))
         self._blocks: dict[str, Block] = {}
 
     @cached_property
     def files(self) -> dict[str, Path]:
         """The files that hosts may fetch, by their SHA-256."""
-        names = {name for b in self.manifest.blocks for name in (b.graph, b.weights)}
+        names: set[str] = set()
+        for block in self.manifest.blocks:
+            names.add(block.graph)
+            names.add(block.weights)
         stored = self.manifest.files
         return {stored[name].sha256: self.directory / name for name in sorted(names)}
 
     @cached_property
     def weights(self) -> tuple[BlockFile, ...]:
         """The weights of every block."""
-        stored = [self.manifest.files[block.weights] for block in self.manifest.blocks]
-        return tuple(BlockFile(file.sha256, file.bytes) for file in stored)
+        files: list[BlockFile] = []
+        for block in self.manifest.blocks:
+            stored = self.manifest.files[block.weights]
+            files.append(BlockFile(stored.sha256, stored.bytes))
+        return tuple(files)
 
     def entry(self, block: int) -> dict[str, Any]:
         """A block as an `assign` message names it; its slot is its number."""
         stored = self.manifest.blocks[block]
-        files = {
-            part: self.manifest.files[name].model_dump()
-            for part, name in (("graph", stored.graph), ("weights", stored.weights))
+        return {
+            "slot": block,
+            "graph": self.manifest.files[stored.graph].model_dump(),
+            "weights": self.manifest.files[stored.weights].model_dump(),
+            "shape": list(self.shape),
         }
-        return {"slot": block, **files, "shape": list(self.shape)}
 
     @cached_property
     def sample(self) -> State:
-        """See the class."""
+        """A typical state of one image, float32 `[1, tokens, width]`, from drawn pixels."""
         view = self.manifest.image_view
         size = (1, view.channels, view.height, view.width)
         return self.stem(np.random.default_rng(_SEED).standard_normal(size).astype(np.float32))
@@ -93,14 +102,15 @@ class ServedModel:
         return self._run(self._head, state)
 
     async def compute(self, block: int, state: State) -> State:
-        """The state after a block, computed here, in a thread."""
+        """The state after a block, computed in a thread of this process."""
         return await asyncio.to_thread(self._computed, block, state)
 
     def _computed(self, block: int, state: State) -> State:
         digest = self.weights[block].digest
         if digest not in self._blocks:
             stored = self.manifest.blocks[block]
-            graph, weights = self._content(stored.graph), self._content(stored.weights)
+            graph = self._content(stored.graph)
+            weights = self._content(stored.weights)
             self._blocks[digest] = Block(graph, weights, shape=self.shape, threads=1)
         return self._blocks[digest].run(state)
 
@@ -110,9 +120,11 @@ class ServedModel:
     def _session(self, name: str) -> Any:
         import onnxruntime
 
-        content, options = self._content(name), onnxruntime.SessionOptions()
+        content = self._content(name)
+        options = onnxruntime.SessionOptions()
         # Requests run side by side, each in a thread.
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.intra_op_num_threads = 1
+        options.inter_op_num_threads = 1
         options.log_severity_level = 3
         return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
@@ -123,9 +135,10 @@ class ServedModel:
 
 
 def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Path:
-    """The exported files of the model `spec`; exported once into the user's cache if it is none.
+    """The directory with the exported files of the model `spec`.
 
-    Raises what `export_model` raises.
+    A model that is not exported is exported once into the user's cache. Raises the errors of
+    `export_model`.
     """
     scheme, _, place = spec.partition(":")
     here = asset(place) if scheme == "bundled" else user_path(spec.removeprefix("dir:"))
@@ -138,7 +151,8 @@ def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Pa
     directory = directory_of(spec)
     digest = hashlib.sha256(f"{MANIFEST_SCHEMA} {spec}".encode())
     # A model that was trained further, or calibrated, is another one.
-    for path in sorted(directory.glob("*")) if directory is not None else ():
+    paths = [] if directory is None else sorted(directory.glob("*"))
+    for path in paths:
         if path.is_file():
             digest.update(path.name.encode())
             with path.open("rb") as file:

@@ -28,7 +28,7 @@ ImageLike = str | Path | bytes
 """The path of an image file, or its bytes."""
 _TIMEOUT = 60.0  # seconds that a gateway may stay silent; longer than the longest deadline
 _PATIENCE = 10.0  # seconds for which a request is repeated that was refused for the moment
-_FOR_THE_MOMENT = (429, 503)
+_TEMPORARY = (429, 503)
 _A = TypeVar("_A", bound=BaseModel)
 _T = TypeVar("_T")
 
@@ -50,7 +50,8 @@ class SwarmError(LayerShuffleError):
         retry_after: float | None = None,
     ) -> None:
         super().__init__(cause, place=place, hint=hint)
-        self.status, self.retry_after = status, retry_after
+        self.status = status
+        self.retry_after = retry_after
 
 
 class ClassifyOptions(TypedDict, total=False):
@@ -76,14 +77,16 @@ class ClientOptions(TypedDict, total=False):
 
 
 class AsyncSwarmClient:
-    """The gateways at `urls`, of which the first that answers is asked; every method raises
-    `SwarmError`. Close it, or use it in an `async with`.
+    """A client of the gateways at `urls`, of which the first that answers is asked.
 
-    `authority`: for https, a file with the only certificates to trust (default: those that httpx
-    trusts). `patience`: seconds for which a request is repeated that all refuse for the moment, as
-    often as their Retry-After says; 0 for one try at each. `transport`: an httpx transport. Raises
-    `UsageError` for an invalid address or proxy, for a key that does not fit into a header or
-    beside a password, and for an authority that cannot be read or has no effect.
+    Every method raises `SwarmError`. Close the client, or use it in an `async with`. `authority`:
+    for https, a file with the only certificates to trust (default: those that httpx trusts).
+    `patience`: seconds for which a request is repeated that all gateways refuse for the moment, as
+    often as their Retry-After says; 0 for one try at each. `transport`: an httpx transport.
+
+    Raises `UsageError` for an invalid address or proxy, for a key that does not fit into a header
+    or comes with a password in the address, and for an authority that cannot be read or has no
+    effect.
     """
 
     def __init__(
@@ -127,17 +130,17 @@ class AsyncSwarmClient:
                 with _swarm_errors(gateway.base_url):
                     answer = _read(await gateway.request(**request), kind)
             except SwarmError as error:
-                await asyncio.sleep(turns.after(error))
+                await asyncio.sleep(turns.pause(error))
             else:
                 self._first = turns.gateway
                 return answer
 
 
 class SwarmClient:
-    """An `AsyncSwarmClient` for programs without asyncio: the same options and methods, which wait
-    for their answers. Close it, or use it in a `with`.
+    """A client of gateways for programs without asyncio. Close it, or use it in a `with`.
 
-    Its event loop runs in a thread of its own, so it works in a notebook as well, and from several
+    It has the options and methods of `AsyncSwarmClient`, and every method waits for its answer. Its
+    event loop runs in a thread of its own, so it works in a notebook as well, and from several
     threads at once.
     """
 
@@ -183,18 +186,21 @@ class SwarmClient:
 class _Turns:
     """Which gateway is asked next, and after what pause, until an answer comes.
 
-    `gateway`: the number of the next. A gateway that does not answer, or refuses for the moment, is
-    followed by the next at once; when all have been asked, the pause is what one of them asks for.
+    `gateway` is the number of the next one. After a gateway that does not answer, or refuses for
+    the moment, the next one is asked at once. When all have been asked, the pause is what one of
+    them asks for.
     """
 
     def __init__(self, gateways: int, first: int, *, patience: float) -> None:
-        self._gateways, self.gateway = gateways, first
-        self._until, self._tries = time.monotonic() + patience, 0
+        self._gateways = gateways
+        self.gateway = first
+        self._end = time.monotonic() + patience
+        self._tries = 0
         self._wait = math.inf
 
-    def after(self, error: SwarmError) -> float:
-        """Seconds to wait before the next try. Raises `error` if there is none."""
-        if error.status is not None and error.status not in _FOR_THE_MOMENT:
+    def pause(self, error: SwarmError) -> float:
+        """Seconds to wait before the next try. Raises `error` if there is no next try."""
+        if error.status is not None and error.status not in _TEMPORARY:
             raise error
         self._tries += 1
         self.gateway = (self.gateway + 1) % self._gateways
@@ -202,8 +208,9 @@ class _Turns:
         if self._tries % self._gateways:
             return 0.0
         # Drawn, so that clients which were refused together do not come back together.
-        wait, self._wait = self._wait * random.Random().uniform(1, 1.5), math.inf
-        if time.monotonic() + wait > self._until:
+        wait = self._wait * random.Random().uniform(1, 1.5)
+        self._wait = math.inf
+        if time.monotonic() + wait > self._end:
             raise error
         return wait
 
@@ -329,7 +336,7 @@ def _read(response: httpx.Response, kind: type[_A]) -> _A:
             f"The answer (HTTP {response.status_code}) is not one of a LayerShuffle gateway",
             place=place,
             hint="check the address",
-            # Of a proxy without its gateway, or of a server that ends: another gateway may answer.
+            # A proxy without its gateway, or a server that ends: another gateway may answer.
             status=None if response.is_server_error else response.status_code,
         ) from error
     # HTTP also allows a date here, which our gateway never sends.

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from layershuffle.gateway.brain.rounds import Cell
-from layershuffle.gateway.calibration.calibration import Calibration, expected_at, expected_over
+from layershuffle.gateway.calibration.calibration import (
+    Calibration,
+    expected_accuracy,
+    expected_interval,
+)
 from layershuffle.gateway.client.client import AsyncSwarmClient, SwarmError
 from layershuffle.ground.stats import mean, quantile
 
@@ -18,8 +22,11 @@ _NOT_TAKEN = (401, 422)
 _TOO_MANY = 429
 
 Ended = Literal["answered", "degraded", "late", "failed"]
-"""answered: all blocks ran, in time. degraded: in time, with blocks missing. late: after its
-deadline. failed: no answer."""
+"""How a request ended.
+
+answered: all blocks ran, in time. degraded: in time, with blocks missing. late: after its deadline.
+failed: no answer.
+"""
 ENDED: tuple[Ended, ...] = get_args(Ended)
 
 
@@ -36,9 +43,9 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """How one request ended, whether the class was right, milliseconds, and how the blocks ran.
+    """How one request ended, whether its class was right, and the milliseconds that it took.
 
-    `cell` is that of its answer, if there is one.
+    `cell` says how the blocks ran for its answer, if there is one.
     """
 
     ended: Ended
@@ -48,7 +55,7 @@ class Reply:
 
 
 Ask = Callable[[int], Awaitable[Reply]]
-"""Sends the request of a number."""
+"""Sends the request with a number."""
 
 
 def asking(
@@ -93,21 +100,21 @@ async def sent(
     ask: Ask,
     requests: int,
     *,
-    before: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
+    events: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
     concurrency: int = 4,
 ) -> list[Reply]:
     """The replies to requests 0, 1, ..., of which up to `concurrency` are under way at a time.
 
-    `before`: what happens before the requests with these numbers, while others go on. Raises what
-    that raises.
+    `events` has what happens before the requests with its numbers, while others go on. Raises the
+    errors of these events.
     """
     numbers = iter(range(requests))
     replies = list[Reply]()
 
     async def work() -> None:
         for number in numbers:
-            if before is not None and number in before:
-                await before[number]()
+            if events is not None and number in events:
+                await events[number]()
             replies.append(await ask(number))
 
     workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
@@ -124,25 +131,29 @@ async def sent(
 
 
 def ends_and_times(replies: Sequence[tuple[Ended, float]]) -> dict[str, float]:
-    """How requests ended, in percent, and the milliseconds within which half of them did, and more.
+    """How requests ended, in percent, and quantiles of the milliseconds that they took.
 
     `replies`: how each ended, and after how many milliseconds. Failed ones count, because clients
     waited for them, too.
     """
-    ms = [ms for _, ms in replies]
+    times = [ms for _, ms in replies]
     ended = Counter(end for end, _ in replies)
-    within = {"median": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}
-    return {
-        "requests": len(replies),
-        **{end: 100.0 * ended[end] / len(replies) for end in ENDED},
-        **{f"ms_{name}": quantile(ms, share) for name, share in within.items()},
-    }
+    figures: dict[str, float] = {"requests": len(replies)}
+    for end in ENDED:
+        figures[end] = 100.0 * ended[end] / len(replies)
+    figures["ms_median"] = quantile(times, 0.5)
+    figures["ms_p95"] = quantile(times, 0.95)
+    figures["ms_p99"] = quantile(times, 0.99)
+    figures["ms_longest"] = quantile(times, 1.0)
+    return figures
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerAccuracy:
-    """Top-1 over `answers` answers in percent, and the interval in which the calibration lets
-    expect it."""
+    """Top-1 in percent over `answers` answers, and what the calibration expects of it.
+
+    The calibration expects `expected`, with the interval from `low` to `high`.
+    """
 
     answers: int
     top1: float
@@ -152,26 +163,30 @@ class AnswerAccuracy:
 
     @property
     def text(self) -> str:
-        """What was to be expected, for a table."""
+        """What was expected, and whether the accuracy lies outside, for a table."""
         outside = "" if self.low <= self.top1 <= self.high else ", outside"
         return f"{self.expected:.1f} ({self.low:.1f} to {self.high:.1f}){outside}"
 
 
 def judged(replies: Sequence[Reply], calibration: Calibration | None) -> AnswerAccuracy | None:
-    """The accuracy of the answers beside its interval; `None` if there is nothing to compare.
+    """The accuracy of the answers and its interval; `None` if there is nothing to compare.
 
     Each answer counts with the accuracy that was measured for its cell
-    (`calibration.expected_over`); those of cells that were not measured do not count.
+    (`calibration.expected_interval`); those of cells that were not measured do not count.
     """
     if calibration is None:
         return None
-    # Late answers count, because their classes are right or wrong, too.
-    answers = [(r, r.cell) for r in replies if r.cell and expected_at(calibration, r.cell)]
-    if not answers:
+    answered: list[Cell] = []
+    right: list[bool] = []
+    for reply in replies:
+        # Late answers count, because their classes are right or wrong, too.
+        if reply.cell is not None and expected_accuracy(calibration, reply.cell) is not None:
+            answered.append(reply.cell)
+            right.append(reply.right)
+    if not answered:
         return None
-    expected, low, high = expected_over(calibration, [cell for _, cell in answers])
-    top1 = 100 * mean([reply.right for reply, _ in answers])
-    return AnswerAccuracy(len(answers), top1, expected, low, high)
+    expected, low, high = expected_interval(calibration, answered)
+    return AnswerAccuracy(len(answered), 100 * mean(right), expected, low, high)
 
 
 COLUMNS = ("failed", "late", "in part", "ms", "99 %", "right", "expected")
@@ -180,9 +195,12 @@ COLUMNS = ("failed", "late", "in part", "ms", "99 %", "right", "expected")
 def cells(replies: Sequence[Reply], accuracy: AnswerAccuracy | None) -> tuple[str, ...]:
     """What became of requests, for a table with `COLUMNS`; shares in percent."""
     figures = ends_and_times([(reply.ended, reply.ms) for reply in replies])
-    shares = [f"{figures[end]:.1f}" for end in ("failed", "late", "degraded")]
-    times = [f"{figures[name]:.0f}" for name in ("ms_median", "ms_p99")]
-    right = ["-", "-"]
-    if accuracy is not None:
-        right = [f"{accuracy.top1:.1f}", accuracy.text]
-    return (*shares, *times, *right)
+    return (
+        f"{figures['failed']:.1f}",
+        f"{figures['late']:.1f}",
+        f"{figures['degraded']:.1f}",
+        f"{figures['ms_median']:.0f}",
+        f"{figures['ms_p99']:.0f}",
+        "-" if accuracy is None else f"{accuracy.top1:.1f}",
+        "-" if accuracy is None else accuracy.text,
+    )

@@ -30,8 +30,8 @@ from layershuffle.ground.settings import Positive, Settings
 
 BODY_HINT = "send one image as the body, neither as a form nor compressed: curl --data-binary @FILE"
 ENDING_SECONDS = 3.0
-"""Seconds that requests under way get when the gateway is told to end. The server drops all that
-are left two seconds later."""
+"""Seconds that running requests get when the gateway is told to end. The server drops all that are
+left two seconds later."""
 RETURN_SECONDS = 5.0
 """Seconds after which a gateway that a service manager starts again has its hosts back."""
 _MAX_DIGITS = 18  # of a Content-Length that are read
@@ -42,8 +42,8 @@ _T = TypeVar("_T")
 class GatewayLimits(Settings):
     """Bounds on what clients send, and how much at a time. `Limits` bounds how long it takes.
 
-    No address can have more of the bodies in memory, of the decoders, of the requests that run, and
-    of those that wait, than are free beside its own (`places`).
+    Bodies in memory, decoders, and places for requests that run or wait are shared: no address can
+    have more of them than are free after its own (`places`).
     """
 
     max_body_bytes: Positive = 16 << 20
@@ -62,8 +62,8 @@ class GatewayLimits(Settings):
     """Shortest deadline that a request may ask for; the longest is the swarm's own limit."""
 
     running: Positive = 32
-    """Most requests of which something is under way in the swarm at one time. Those that wait for a
-    host to come back take no place."""
+    """Most requests that have a visit in the swarm at one time. Those that wait for a host to come
+    back take no place."""
     waiting: Annotated[int, Field(ge=0)] = 64
     """Most further requests, complete with their bodies, that may wait for their turn; clients of
     others are told to try later."""
@@ -75,14 +75,14 @@ class GatewayLimits(Settings):
     complete head; also the longest time of a TLS handshake."""
 
     client_connections: Positive = 128
-    """Open connections of one client address ..."""
+    """Most open connections of one client address."""
     client_requests: Positive = 48
-    """... and its requests under way, counted from their heads on: as many as may run (16) and wait
-    (32) if nobody else asks."""
+    """Most open requests of one client address, counted from their heads on: as many as may run
+    (16) and wait (32) if nobody else asks."""
 
 
 @lru_cache(10_000)
-def client_of(address: str) -> str:
+def client_name(address: str) -> str:
     """The name of a client: its IPv4 address, its IPv6 /64 network, else the text itself."""
     try:
         parsed = ipaddress.ip_address(address)
@@ -92,7 +92,7 @@ def client_of(address: str) -> str:
     return str(mapped or ipaddress.ip_network((int(parsed), _IPV6_PREFIX), strict=False))
 
 
-def key_of(request: Request) -> bytes:
+def bearer_key(request: Request) -> bytes:
     """The key in `Authorization: Bearer KEY`; empty without one."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
@@ -108,14 +108,14 @@ class Received:
         self._counted = 0
 
     def count(self, size: int) -> None:
-        """So many more bytes have come. Raises `HTTPError` (429) if the memory is full."""
+        """Count `size` more bytes that came. Raises `HTTPError` (429) if the memory is full."""
         if size and not self._shares.fits(self.client, size):
             raise busy("The bodies of other requests fill the memory")
         self._shares.take(self.client, size)
         self._counted += size
 
     def drop(self) -> None:
-        """Its image is decoded, or the request has ended: it leaves the memory."""
+        """Drop the body from memory: its image is decoded, or the request has ended."""
         self.body = b""
         self._shares.give_back(self.client, self._counted)
         self._counted = 0
@@ -124,9 +124,9 @@ class Received:
 class Admission:
     """Lets requests in, as many at a time as the limits allow. For one event loop.
 
-    `clock`: that of all deadlines; `keys`: the API keys, none for a gateway that is open to all;
-    `local`: such a gateway is for this machine alone, so it is called by an address or as
-    localhost. `open`: requests whose bodies are in and that have no answer yet.
+    `clock` is the clock of all deadlines. `keys` are the API keys; a gateway that is open to all
+    has none. A `local` gateway is for this machine alone, so it is called by an address or as
+    localhost. `open` counts the requests whose bodies are in and that have no answer yet.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class Admission:
         gateway, by which such a page would reach it (DNS rebinding).
         """
         if self.keys:
-            if not self.keys.accept(key_of(request)):
+            if not self.keys.accept(bearer_key(request)):
                 raise HTTPError(
                     HTTPStatus.UNAUTHORIZED,
                     "The API key is missing or wrong",
                     hint="send it as Authorization: Bearer KEY",
                 )
             return
-        host = _name_in(f"//{request.headers.get('host', '')}")
+        host = _host_name(f"//{request.headers.get('host', '')}")
         # Without a name, as of HTTP/1.0, it is no browser that was led here by one.
         if self._local and host and not (_is_address(host) or is_loopback(host)):
             raise HTTPError(
@@ -174,7 +174,7 @@ class Admission:
             )
         origin = request.headers.get("origin")
         elsewhere = request.headers.get("sec-fetch-site", "") in ("cross-site", "same-site")
-        if elsewhere or (origin is not None and _name_in(origin) != host):
+        if elsewhere or (origin is not None and _host_name(origin) != host):
             raise HTTPError(
                 HTTPStatus.FORBIDDEN,
                 "Another site's page sent this request",
@@ -183,18 +183,19 @@ class Admission:
 
     @asynccontextmanager
     async def received(self, request: Request) -> AsyncIterator[Received]:
-        """The body of `request`, which counts within. Raises `HTTPError` (408, 413, 415, 429).
+        """The body of `request`, which counts in the context.
 
-        If the client disconnects, what runs within is cancelled, and `ClientDisconnect` is raised.
+        Raises `HTTPError` (408, 413, 415, 429). If the client disconnects, the context is
+        cancelled, and `ClientDisconnect` is raised.
         """
-        client = client_of(request.client.host if request.client else "")
+        client = client_name(request.client.host if request.client else "")
         if self._requests[client] >= self.limits.client_requests:
             raise busy("Too many requests from your address are under way")
         self._requests[client] += 1
         received = Received(client, self._bytes)
         try:
             self._check_room(client)  # before a body is received in vain
-            async with self._until_the_end():
+            async with self._ended_late():
                 await self._read(request, received)
                 # Not before: a body that arrives slowly takes no place.
                 self._check_room(client)
@@ -219,9 +220,9 @@ class Admission:
         deadline: float,
         event: str,
     ) -> _T:
-        """`work()` in a thread of `pool`, once it is the turn of `client`. Raises `NotAnswered` at
-        `deadline`, in seconds of the clock: it passed before `event`.
+        """The result of `work()` in a thread of `pool`, once it is the turn of `client`.
 
+        Raises `NotAnswered` at `deadline`, in seconds of the clock, if it passed before `event`.
         That ends the wait, but not a thread that has begun, which keeps its place until it ends:
         clients that give up early and ask again get no more threads than others.
         """
@@ -239,8 +240,10 @@ class Admission:
 
     @asynccontextmanager
     async def walking(self, client: str, *, deadline: float) -> AsyncIterator[HeldPlace]:
-        """A place of `client` among the requests that run. Raises `NotAnswered` at `deadline`, and
-        `HTTPError` (429)."""
+        """A place of `client` among the requests that run.
+
+        Raises `NotAnswered` at `deadline`, and `HTTPError` (429) if no more requests may wait.
+        """
         async with until(deadline, "it was the request's turn", clock=self.clock):
             self._check_room(client)  # again: others were quicker to decode
             place = await self._walks.take(client)
@@ -250,14 +253,14 @@ class Admission:
             place.leave()
 
     def end(self) -> None:
-        """The gateway ends: requests that have no answer in a few seconds are told so."""
+        """Tell the requests that have no answer in a few seconds that the gateway ends."""
         self._is_ending = True
         for end in self._ends:
             end.reschedule(asyncio.get_running_loop().time() + ENDING_SECONDS)
 
     @asynccontextmanager
-    async def _until_the_end(self) -> AsyncIterator[None]:
-        """Raises `HTTPError` (503) within, some seconds after the gateway was told to end."""
+    async def _ended_late(self) -> AsyncIterator[None]:
+        """A context that raises `HTTPError` (503) seconds after the gateway was told to end."""
         when = asyncio.get_running_loop().time() + ENDING_SECONDS if self._is_ending else None
         try:
             async with asyncio.timeout_at(when) as end:
@@ -284,7 +287,7 @@ class Admission:
     async def _read(self, request: Request, received: Received) -> None:
         """Read the body of `request`. Raises `HTTPError` and `ClientDisconnect`."""
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
-        # Other kinds are not looked at: curl calls every body a form of fields.
+        # Other kinds are not checked: curl calls every body a form of fields.
         is_form = request.headers.get("content-type", "").lower().startswith("multipart/")
         if encoding != "identity" or is_form:
             raise HTTPError(
@@ -317,7 +320,7 @@ class Admission:
             )
 
 
-def _name_in(address: str) -> str:
+def _host_name(address: str) -> str:
     """The host's name or address in the address of a page; empty if there is none."""
     try:
         return urlsplit(address).hostname or ""

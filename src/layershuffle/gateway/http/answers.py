@@ -1,4 +1,4 @@
-"""The JSON of the gateway's answers, and how it is made from a route.
+"""The JSON of a gateway's answers, and how it is made from a route.
 
 It imports no torch and no web framework, because clients read answers with the same classes.
 """
@@ -25,8 +25,10 @@ _MILLI = 1000.0
 
 
 def encodable(text: str) -> str:
-    """Text from hosts without half surrogate pairs, which a file name in an error may hold: JSON
-    and logs cannot."""
+    """Text from hosts without half surrogate pairs, which JSON and logs cannot hold.
+
+    A file name in an error may have them.
+    """
     return text.encode("utf-8", "replace").decode()
 
 
@@ -43,8 +45,11 @@ class Guess(BaseModel):
 
 
 class Hop(BaseModel):
-    """One visit to one host. Milliseconds: from the begin of the walk to that of the visit, of the
-    visit in total, of compute, and of waiting at the host."""
+    """One visit to one host, with its times in milliseconds.
+
+    `begun_ms` is the time from the beginning of the walk to that of the visit. `ms` is the time of
+    the whole visit, `compute_ms` of its computation, `queue_ms` of its waiting at the host.
+    """
 
     model_config = ConfigDict(from_attributes=True)  # of `messages.Visited`
 
@@ -120,8 +125,8 @@ class HostAnswer(BaseModel):
     )
 
     @classmethod
-    def of(cls, host: HostView, *, visits: int, started_here: bool) -> HostAnswer:
-        """That of `host`."""
+    def from_view(cls, host: HostView, *, visits: int, started_here: bool) -> HostAnswer:
+        """The answer on `host`, as the router sees it."""
         return cls(
             name=host.name,
             condition=host.condition,
@@ -187,14 +192,17 @@ def classification(
     total_ms: float,
 ) -> Classification:
     """The answer for the logits `[1, classes]` and the route of `classified`."""
-    route, logits = classified.route, classified.logits[0]
+    route = classified.route
+    logits = classified.logits[0]
     chances = probabilities(logits, classified.temperature or 1.0)
+    guesses: list[Guess] = []
     # Of equal ones the first, as torch takes.
-    best = np.argsort(-chances, kind="stable")[:top].tolist()
-    guesses = [(index, float(chances[index])) for index in best]
+    for index in np.argsort(-chances, kind="stable")[:top].tolist():
+        chance = float(chances[index])
+        guesses.append(Guess(label=labels[index], index=index, probability=chance))
     return Classification(
-        top=[Guess(label=labels[index], index=index, probability=p) for index, p in guesses],
-        chance=None if classified.temperature is None else guesses[0][1],
+        top=guesses,
+        chance=None if classified.temperature is None else guesses[0].probability,
         depth=route.depth,
         blocks=list(route.order),
         versions=list(route.versions),

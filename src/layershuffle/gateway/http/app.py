@@ -30,33 +30,34 @@ from layershuffle.gateway.http.answers import (
     SwarmAnswer,
     encodable,
 )
-from layershuffle.gateway.http.errors import LOG, answer_plainly, answer_to, status_of
-from layershuffle.gateway.http.files import page_of
+from layershuffle.gateway.http.errors import LOG, answer_plainly, error_response, error_status
+from layershuffle.gateway.http.files import page_routes
 from layershuffle.gateway.http.metrics import CONTENT_TYPE, Metrics
 from layershuffle.gateway.http.requests import Gateway, Options
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.ground.text import nearest
 
 _CLASSIFY = "/v1/classify"
-_LOGGED_AT_ONCE, _LOGGED_EVERY = 10, 10.0  # requests without an answer in the log, and seconds
+_LOGGED_AT_ONCE = 10  # requests without an answer that are logged at once
+_LOGGED_EVERY = 10.0  # seconds until one more is logged
 _MAX_PROBLEMS = 3  # that a refusal lists
 _IMAGE = {
     "required": True,
     "content": {"image/*": {"schema": {"type": "string", "format": "binary"}}},
 }
+_DESCRIPTIONS = {
+    401: "The API key is missing or wrong.",
+    403: "Another site's page sent the request, or it names the gateway otherwise.",
+    408: "The body took too long to arrive.",
+    413: "The body is too large.",
+    415: "The body is a form, or compressed.",
+    422: "An option or the image is wrong.",
+    429: "Too many requests; see Retry-After.",
+    503: "The deadline passed before there was an answer, or too few blocks could be run; see "
+    "Retry-After.",
+}
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": text}
-    for status, text in {
-        401: "The API key is missing or wrong.",
-        403: "Another site's page sent the request, or it names the gateway otherwise.",
-        408: "The body took too long to arrive.",
-        413: "The body is too large.",
-        415: "The body is a form, or compressed.",
-        422: "An option or the image is wrong.",
-        429: "Too many requests; see Retry-After.",
-        503: "The deadline passed before there was an answer, or too few blocks could be run; see "
-        "Retry-After.",
-    }.items()
+    status: {"model": ErrorAnswer, "description": text} for status, text in _DESCRIPTIONS.items()
 }
 _UNHEALTHY: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "No; `why` has the reasons."}
@@ -73,13 +74,13 @@ class Quiet:
         self._burst = burst
         self._every = every
         self._tokens = float(burst)
-        self._looked_at = -math.inf
+        self._last_time = -math.inf
 
     def may_speak(self, now: float) -> bool:
         """Whether a line may be written at `now`, in seconds; if so, it counts."""
-        since = max(0.0, now - self._looked_at)
-        self._tokens = min(self._burst, self._tokens + since / self._every)
-        self._looked_at = max(now, self._looked_at)
+        elapsed = max(0.0, now - self._last_time)
+        self._tokens = min(self._burst, self._tokens + elapsed / self._every)
+        self._last_time = max(now, self._last_time)
         # Sums of many shares are rounded: a token may lack 1e-16.
         if self._tokens < 1 - 1e-9:
             return False
@@ -88,8 +89,7 @@ class Quiet:
 
 
 def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
-    """The API of `gateway`, which is closed when the server ends, and its page at / if there is to
-    be a `page`."""
+    """The API of `gateway`, which is closed when the server ends; with `page`, its page at /."""
     metrics = Metrics(gateway)
     logged = Quiet(_LOGGED_AT_ONCE, every=_LOGGED_EVERY)
 
@@ -103,18 +103,21 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
         return await answer_error(request, _wrong_options(error))
 
     async def answer_error(request: Request, error: Exception) -> Response:
-        wait, reference, status = None, None, status_of(error)
+        wait = None
+        reference = None
+        status = error_status(error)
         # Not request.url: it contains the Host header, which the client chooses.
         if request.scope["path"] == _CLASSIFY and request.method == "POST":
             metrics.count_refusal(status)
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            now, reference = gateway.router.clock(), uuid.uuid4().hex
+            now = gateway.router.clock()
+            reference = uuid.uuid4().hex
             wait = retry_after(gateway.router.swarm, now=now)
             # A night without hosts must not fill the disk.
             if logged.may_speak(now):
                 text = "Request %s was not answered: %s"
                 LOG.warning(text, reference, encodable(str(error)), extra={"request": reference})
-        return answer_to(error, wait=wait, reference=reference)
+        return error_response(error, wait=wait, reference=reference)
 
     app = FastAPI(
         title="LayerShuffle swarm",
@@ -139,7 +142,7 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
     app.state.gateway = gateway
     _add_routes(app, gateway, metrics=metrics)
     if page:
-        app.router.routes += page_of(gateway)
+        app.router.routes += page_routes(gateway)
     return app
 
 
@@ -205,7 +208,8 @@ def _with_status(health: Health, response: Response) -> Health:
 
 def _wrong_options(error: RequestValidationError) -> UsageError:
     """The refusal of options that are unknown or out of their bounds."""
-    names, problems = tuple(Options.model_fields), []
+    names = tuple(Options.model_fields)
+    problems = []
     for problem in error.errors()[:_MAX_PROBLEMS]:
         name = str((*problem["loc"], "body")[1])[:40]
         text = f"{name}: {problem['msg']}"

@@ -1,4 +1,4 @@
-"""What becomes of errors: statuses, causes and hints of HTTP answers."""
+"""Turn errors into HTTP answers with their statuses, causes and hints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def busy(cause: str) -> HTTPError:
     )
 
 
-def answer_to(
+def error_response(
     error: Exception, *, wait: float | None = None, reference: str | None = None
 ) -> Response:
     """The response to a request that was refused, cannot be answered, or failed unexpectedly.
@@ -64,7 +64,8 @@ def answer_to(
         hint = "see /openapi.json for the paths and methods"
         body = _body(str(error.detail), hint)
         return JSONResponse(body, error.status_code, error.headers)
-    status, headers = status_of(error), {}
+    status = error_status(error)
+    headers = {}
     if status == HTTPStatus.INTERNAL_SERVER_ERROR or not isinstance(error, LayerShuffleError):
         # The cause of an internal failure may name files and hosts: the client gets only an id.
         reference = uuid.uuid4().hex
@@ -83,14 +84,16 @@ def answer_to(
 
 
 async def answer_plainly(request: Request, error: Exception) -> Response:
-    """`answer_to` as the handler of an app."""
+    """The response to `error`; a handler for an app."""
     del request
-    return answer_to(error)
+    return error_response(error)
 
 
-def status_of(error: Exception) -> HTTPStatus:
-    """The HTTP status for `error`: 422 for a request that can be read but not carried out, 500 for
-    unexpected errors."""
+def error_status(error: Exception) -> HTTPStatus:
+    """The HTTP status for `error`.
+
+    It is 422 for a request that can be read but not carried out, and 500 for unexpected errors.
+    """
     if isinstance(error, HTTPError):
         return error.status
     if isinstance(error, NotAnswered):

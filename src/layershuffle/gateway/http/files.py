@@ -50,14 +50,18 @@ _MISSING = f"""A tab cannot be a host here: this gateway lacks ONNX Runtime for 
 """
 
 
-def file_routes(page: str, below: str, *, paths: Iterable[Path], policy: str = "") -> list[Route]:
-    """The routes of these files `below` an address, and of index.html at that of the `page`.
+def file_routes(page: str, prefix: str, *, paths: Iterable[Path], policy: str = "") -> list[Route]:
+    """The routes of files at `prefix`/NAME, and of index.html at the address `page`.
 
-    `policy`: what is allowed beside `HEADERS`.
+    `policy`: what the Content-Security-Policy allows in addition to that of `HEADERS`.
     """
     # Read once: a requested name is looked up here, and never on the disk.
-    files = {path.name: path.read_bytes() for path in paths}
-    tags = {name: f'"{hashlib.sha256(content).hexdigest()}"' for name, content in files.items()}
+    files: dict[str, bytes] = {}
+    tags: dict[str, str] = {}
+    for path in paths:
+        content = path.read_bytes()
+        files[path.name] = content
+        tags[path.name] = f'"{hashlib.sha256(content).hexdigest()}"'
     always = {**HEADERS}
     always["Content-Security-Policy"] += policy
 
@@ -73,13 +77,13 @@ def file_routes(page: str, below: str, *, paths: Iterable[Path], policy: str = "
             headers["Content-Encoding"] = "gzip"  # every browser that has WebAssembly takes it
         return Response(files[stored], headers=headers, media_type=_KINDS.guess_type(name)[0])
 
-    return [Route(page, file), Route(f"{below}/{{name}}", file)]
+    return [Route(page, file), Route(f"{prefix}/{{name}}", file)]
 
 
 # --- the page of a swarm --------------------------------------------------------------------------
 
 
-def page_of(gateway: Gateway) -> list[Route]:
+def page_routes(gateway: Gateway) -> list[Route]:
     """The routes of the page of a swarm: its files, and what it must know before it can draw.
 
     All else it asks of the API, so it can show nothing that the gateway does not know. The files
@@ -129,6 +133,8 @@ def join_routes(place: Path | None) -> list[Route]:
 
 
 def join_address(gateway: str, *, token: str) -> str:
-    """The address of that page at the gateway's. The token stands behind the #, which no request
-    carries."""
+    """The address of the page that makes a tab a host, at the address `gateway`.
+
+    The token stands behind the #, which no request carries.
+    """
     return f"{gateway.rstrip('/')}/join#{quote(token, safe='')}"

@@ -1,6 +1,6 @@
 """Decode the image of a request, whatever its bytes are.
 
-Everything that makes a small file expensive is checked before anything is decoded: a file of a few
+Everything that makes a small file expensive is checked before anything is decoded. A file of a few
 bytes can claim any size, a long thin image grows when its short side is enlarged, and some files
 with few pixels are expensive nevertheless.
 """
@@ -29,8 +29,8 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 MOST_SIDE = 16_384
 """Most pixels of a side of an image. Resizing goes over each side of the image by itself."""
 MOST_BYTES = 245_000_000
-"""Most memory that an image may take at a time while it is decoded and resized, beside its file:
-what a progressive photograph of 24 megapixels with full colour takes."""
+"""Most bytes that an image may take at a time, in addition to its file, while it is decoded and
+resized: what a progressive photograph of 24 megapixels with full colour takes."""
 MAX_SCANS = 32
 """Most scans of a JPEG. Progressive ones have about ten."""
 MAX_MARKERS = 2000
@@ -43,13 +43,16 @@ _HEAD_READS = 4 * MAX_MARKERS  # two for a marker, one each for its length and i
 
 _PLAIN_HINT = "save it as a plain JPEG, or as a progressive one with the usual scans"
 _FORMATS_HINT = f"send {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+_PNG = b"\x89PNG\r\n\x1a\n"
+_JPEG = b"\xff\xd8\xff"
 # Bytes within a scan are excluded: a stuffed zero, restarts, padding.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-_SCAN, _END, _TEMPORARY = 0xDA, 0xD9, 0x01
+_SCAN = 0xDA
+_END = 0xD9
+_TEMPORARY = 0x01
 
 
-def batch_of(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np.float32]:
+def image_batch(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np.float32]:
     """The image in a file as float32 `[1, channels, height, width]`. Raises `DataError`."""
     if not file:
         raise DataError("There is no image in the request", hint=BODY_HINT)
@@ -76,27 +79,31 @@ def batch_of(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np.fl
 
 
 def _check_size(image: Image.Image, view: ImageView, *, scans: int, most_pixels: int) -> None:
-    """Raises `DataError` for an image whose sides, pixels or memory are beyond the bounds, as it is
-    or resized."""
+    """Raises `DataError` if sides, pixels or memory of the image are beyond the bounds.
+
+    They are checked as the image is, and as it is resized.
+    """
     width, height = image.size
     if max(width, height) > MOST_SIDE:
         raise _too_large(f"{width}x{height} pixels", f"{MOST_SIDE} a side")
     if width * height > most_pixels:
         raise _too_large(f"{width}x{height} pixels", f"{most_pixels}")
-    # A long thin image grows when its short side is brought to the model's size. Either way round,
-    # because it may be turned.
+    # A long thin image grows when its short side is brought to the model's size. Both orientations
+    # are checked, because it may be turned.
     for size in (image.size, image.size[::-1]):
-        across, down = resized_size(size, view)
-        if across * down > most_pixels:
-            raise _too_large(f"{across}x{down} pixels at the model's size", f"{most_pixels}")
-        needed = memory_of(image, size=size, resized=(across, down), scans=scans)
+        new_width, new_height = resized_size(size, view)
+        if new_width * new_height > most_pixels:
+            raise _too_large(
+                f"{new_width}x{new_height} pixels at the model's size", f"{most_pixels}"
+            )
+        needed = decoding_bytes(image, size=size, resized=(new_width, new_height), scans=scans)
         if needed > MOST_BYTES:
             raise _too_large(
                 f"it takes {needed / 1e6:.0f} MB to decode and resize", f"{MOST_BYTES / 1e6:.0f} MB"
             )
 
 
-def memory_of(
+def decoding_bytes(
     image: Image.Image, *, size: tuple[int, int], resized: tuple[int, int], scans: int
 ) -> int:
     """The most bytes that an opened image takes at a time from its decoding to its resizing.
@@ -104,7 +111,7 @@ def memory_of(
     `size` and `resized`: its (width, height), upright and for the model; `scans`: of a JPEG.
     """
     width, height = size
-    across, down = resized
+    new_width, new_height = resized
     area = width * height
     stored = _STORED.get(image.mode, 4)
     decoding = stored
@@ -115,9 +122,9 @@ def memory_of(
     turning = 2 * stored
     converting = stored + 4
     if image.mode in ("P", "PA"):
-        converting += 4  # by way of RGBA
-    # Columns first, then rows; what comes out is copied twice on its way to an array.
-    resizing = 4 * (area + across * height) + (4 + 2 * 3) * across * down
+        converting += 4  # through RGBA
+    # Columns first, then rows; the result is copied twice until it is an array.
+    resizing = 4 * (area + new_width * height) + (4 + 2 * 3) * new_width * new_height
     return max(area * max(decoding, turning, converting), resizing)
 
 
@@ -130,7 +137,9 @@ def without_metadata(file: bytes) -> bytes:
     """
     if not file.startswith(_PNG):
         return file
-    parts, start, chunks = [_PNG], len(_PNG), 0
+    parts = [_PNG]
+    start = len(_PNG)
+    chunks = 0
     # Data behind the end is never read.
     while start + 8 <= len(file) and not parts[-1].startswith(b"IEND", 4):
         chunks += 1
@@ -156,7 +165,7 @@ class _BoundedFile(io.BytesIO):
     left: int | None = _HEAD_READS
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As `io.BytesIO.read`."""
+        """Read as `io.BytesIO.read` does. Raises `ValueError` if the header is too long."""
         if self.left is not None:
             if not self.left:
                 raise ValueError("the header of the image is too long")
@@ -170,13 +179,16 @@ def count_markers(file: bytes) -> tuple[int, int]:
     libjpeg processes the whole image once per scan, and a scan needs only 42 bytes: a file of
     16 MB could keep it busy for hours. A marker takes four bytes, and one step of this loop.
     """
-    scans = markers = 0
+    scans = 0
+    markers = 0
     marker = _MARKER.search(file, 2) if file.startswith(_JPEG) else None
     while marker is not None and scans <= MAX_SCANS and markers <= MAX_MARKERS:
-        kind, start = file[marker.start() + 1], marker.end()
+        kind = file[marker.start() + 1]
+        start = marker.end()
         if kind == _END:
             break
-        scans, markers = scans + (kind == _SCAN), markers + 1
+        scans += kind == _SCAN
+        markers += 1
         length = 0 if kind == _TEMPORARY else int.from_bytes(file[start : start + 2])
         marker = _MARKER.search(file, start + length)
     return scans, markers

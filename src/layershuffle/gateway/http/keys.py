@@ -27,8 +27,8 @@ _SHORT_YEAR = 12  # digits
 class Keys:
     """The API keys that open the gateway; without any it is open to everybody.
 
-    `lines`, or those of a `file`: a key each. Raises `UsageError` for keys that are short enough to
-    be guessed, and for those that no header carries.
+    Every one of the `lines`, or of the lines of a `file`, is a key. Raises `UsageError` for keys
+    that are short enough to be guessed, and for those that no header carries.
     """
 
     def __init__(self, lines: Sequence[str] = (), *, file: Path | None = None) -> None:
@@ -39,8 +39,8 @@ class Keys:
     def load(self) -> None:
         """Read the file again.
 
-        Raises what `read_keys` raises, and `UsageError` for a line that is no key; then the keys of
-        before stay.
+        Raises the errors of `read_keys`, and `UsageError` for a line that is no key; then the old
+        keys stay.
         """
         if self._file is not None:
             self._digests = [_checked(line, place=self._file) for line in read_keys(self._file)]
@@ -58,7 +58,7 @@ class Keys:
 
 
 def _checked(key: str, *, place: Path | None = None) -> bytes:
-    """The digest of a key. Raises `UsageError` for a line of `place` that is none."""
+    """The digest of a key. Raises `UsageError` for a line of `place` that is no key."""
     if len(key) < _SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
         raise UsageError(
             f"An API key is one word of at least {_SHORTEST_KEY} ASCII letters, digits and signs",
@@ -73,7 +73,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
     Raises `UsageError` if it cannot be read, holds none, or others may read it.
     """
-    lines = secret_in(path, what="API keys", hint="one key per line, mode 0600").splitlines()
+    lines = read_secret(path, what="API keys", hint="one key per line, mode 0600").splitlines()
     return tuple(line.strip() for line in lines if line.strip())
 
 
@@ -81,7 +81,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def expiry_of(certificate: Path) -> datetime | None:
+def certificate_expiry(certificate: Path) -> datetime | None:
     """When the first certificate of a PEM file expires; `None` if its form is not the usual one."""
     block = _PEM.search(certificate.read_text(encoding="latin-1"))
     content = b"" if block is None else ssl.PEM_cert_to_DER_cert(block[0])
@@ -96,7 +96,10 @@ def expiry_of(certificate: Path) -> datetime | None:
 
 
 def pinned(certificate: Path) -> ssl.SSLContext:
-    """Trusts this certificate alone, whatever name the gateway is called by on its own machine."""
+    """The TLS context of a client that trusts this certificate alone.
+
+    It does not check the name by which the gateway is called on its own machine.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -110,7 +113,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     Raises `UsageError` for files that are missing, broken or no pair, and for a key that is
     encrypted or that others may read.
     """
-    secret_in(key, what="key", hint="name the key that belongs to the certificate")
+    read_secret(key, what="key", hint="name the key that belongs to the certificate")
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -152,11 +155,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def secret_in(path: Path, *, what: str, hint: str) -> str:
-    """The text of a file; raises `UsageError` for one that is missing, unreadable, empty or open to
-    others.
+def read_secret(path: Path, *, what: str, hint: str) -> str:
+    """The text of a file that only this user may read.
 
-    The group may read what belongs to another user: so Kubernetes and systemd hand over secrets.
+    The group may read a file of another user: so Kubernetes and systemd hand over secrets. Raises
+    `UsageError` for a file that is missing, unreadable, empty or open to others.
     """
     try:
         content = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark

@@ -1,9 +1,10 @@
 """Run the gateway, in the process of router and coordinator and on their event loop.
 
 uvicorn implements HTTP, by its public options alone. What it lacks against hostile clients is done
-below it, at the socket, and above it, as an app around the app: bounds on the connections of one
-address, on the time until a request is there, and on the time until an answer is read. Its own
-`limit_concurrency` answers everybody with 503 once silent connections reach it, and its
+below it, at the socket, and above it, as an app around the app. These are bounds on the connections
+of one address, on the time until a request is there, and on the time until an answer is read.
+
+Its own `limit_concurrency` answers everybody with 503 once silent connections reach it. Its
 `timeout_keep_alive` counts from the first request on, so that 200 clients which send a byte of
 their heads now and then stay for ever. Decision 040 says what other servers hold, and
 docs/deploy.md what none does.
@@ -31,11 +32,11 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layershuffle.gateway.hosts.connections import HostConnection, Members
-from layershuffle.gateway.http.admission import GatewayLimits, client_of
+from layershuffle.gateway.http.admission import GatewayLimits, client_name
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 
 _KEEP = 10  # seconds; longer than the 5 s after which httpx drops an idle connection itself
-_GRACE = 5  # seconds that requests under way get when the server is told to end
+_GRACE = 5  # seconds that running requests get when the server is told to end
 _HEADER_BYTES = 1 << 14
 _BACKLOG = 128
 _LOOK = 0.25  # seconds between two looks at the connections
@@ -64,15 +65,15 @@ async def listening(
     tls: ssl.SSLContext | None = None,
     trusted: Sequence[str] = (),
     members: Members | None = None,
-    at_end: Callable[[], None] = lambda: None,
+    on_end: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[GatewaySocket, asyncio.Task[None]]]:
-    """Serve `app` within; gives the listening socket, and the task of the server, which ends at
-    SIGINT or SIGTERM.
+    """A context that serves `app`; it gives the listening socket and the task of the server.
 
-    `port` 0 takes a free one. With `tls` it accepts only https. `trusted`: addresses or networks of
-    proxies, whose X-Forwarded-For is believed; `members`: the hosts that dial in there, if any;
-    `at_end`: called when the server has been told to end, some seconds before requests under way
-    are dropped. Raises what `GatewaySocket` raises.
+    The task ends at SIGINT or SIGTERM. `port` 0 takes a free one. With `tls` only https is
+    accepted. `trusted` are addresses or networks of proxies, whose X-Forwarded-For is believed.
+    `members` are the hosts that dial in there, if any. `on_end` is called when the server has been
+    told to end, some seconds before running requests are dropped. Raises the errors of
+    `GatewaySocket`.
 
         async with listening(app) as (listener, _):
             httpx.get(f"http://127.0.0.1:{listener.port}/livez")
@@ -90,7 +91,7 @@ async def listening(
     with GatewaySocket(host, port=port, limits=limits, trusted=trusted) as listener:
         listener.scheme = "http" if tls is None else "https"
         config = uvicorn.Config(
-            listener.around(inner),
+            listener.note_requests(inner),
             http="h11",
             ws="none" if members is None else cast("type[asyncio.Protocol]", connection),
             log_config=None,
@@ -104,7 +105,7 @@ async def listening(
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listener]))
-        watching = asyncio.create_task(_watch(listener, server, at_end=at_end))
+        watching = asyncio.create_task(_watch(listener, server, on_end=on_end))
         try:
             yield listener, serving
         finally:
@@ -115,7 +116,7 @@ async def listening(
 
 
 async def _watch(
-    listener: GatewaySocket, server: uvicorn.Server, *, at_end: Callable[[], None]
+    listener: GatewaySocket, server: uvicorn.Server, *, on_end: Callable[[], None]
 ) -> None:
     """Cut the connections that have waited too long for their client, until cancelled."""
     ending = False
@@ -124,19 +125,20 @@ async def _watch(
         listener.cut(asyncio.get_running_loop().time())
         if server.should_exit and not ending:
             ending = True
-            at_end()
+            on_end()
 
 
 class GatewaySocket(socket.socket):
-    """A listening socket that bounds its connections: their number, in total and for each client,
-    and the time that they take for nothing.
+    """A listening socket that bounds the number of its connections and the time of their silence.
 
-    A connection waits for its client until a whole request is there, and while an answer is not
-    read: it is silent. Where there are too many, the one that has been silent the longest makes
-    room for a new one, also where the process has no file descriptor left. Connections count from
-    their acceptance, so TLS handshakes do as well. Those of `trusted` proxies count in the total
-    alone. Raises `UsageError` for a proxy that is no address or network,
-    and `LayerShuffleError` if it cannot listen on the address.
+    The number is bounded in total and for each client. A connection is silent while it waits for
+    its client: until a whole request is there, and while an answer is not read. Where there are too
+    many, the one that has been silent the longest makes room for a new one, also where the process
+    has no file descriptor left. Connections count from their acceptance, so TLS handshakes do as
+    well. Those of `trusted` proxies count in the total alone.
+
+    Raises `UsageError` for a proxy that is no address or network, and `LayerShuffleError` if it
+    cannot listen on the address.
     """
 
     def __init__(
@@ -158,10 +160,10 @@ class GatewaySocket(socket.socket):
         self._patience = limits.head_ms / 1000
         self.scheme = "http"
         self.open: dict[tuple[str, int], Accepted] = {}
-        self._of_client: Counter[str] = Counter()
+        self._connections: Counter[str] = Counter()
         self._accepted_at_once = 0
         self._spare: int | None = None
-        self._complained_at = -math.inf
+        self._last_complaint = -math.inf
         try:
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # Accepted sockets inherit it: the kernel drops a connection whose client takes nothing
@@ -190,17 +192,19 @@ class GatewaySocket(socket.socket):
         return f"{self.scheme}://{f'[{name}]' if ':' in name else name}:{self.port}"
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection and its address. Raises `ConnectionAbortedError` for a connection
-        beyond the limits, and `BlockingIOError` after some at once: asyncio calls again after it
-        has read what the others sent."""
+        """The next connection and its address.
+
+        Raises `ConnectionAbortedError` for a connection beyond the limits. Raises `BlockingIOError`
+        after some at once: asyncio calls again after it has read what the others sent.
+        """
         if self._accepted_at_once == 0:
             asyncio.get_running_loop().call_soon(self._next_turn)
         if self._accepted_at_once >= _AT_ONCE:
             raise BlockingIOError
         self._accepted_at_once += 1
         connection, address = self._next()
-        client = client_of(address[0])
-        crowded = self._of_client[client] >= self._limits.client_connections
+        client = client_name(address[0])
+        crowded = self._connections[client] >= self._limits.client_connections
         if crowded and self._is_trusted(client):
             crowded = False
         full = len(self.open) >= self._limits.connections
@@ -209,7 +213,7 @@ class GatewaySocket(socket.socket):
             raise ConnectionAbortedError(f"{client} has too many connections")
         accepted = Accepted(connection, address=address[:2], client=client, closed=self._forget)
         self.open[accepted.address] = accepted
-        self._of_client[client] += 1
+        self._connections[client] += 1
         return accepted, address
 
     def _next_turn(self) -> None:
@@ -221,16 +225,16 @@ class GatewaySocket(socket.socket):
         return any(map(network.overlaps, self._trusted))
 
     def _forget(self, accepted: Accepted) -> None:
-        """A connection is closed, or makes room: it does not count any more."""
+        """Stop counting a connection that is closed or makes room."""
         if self.open.get(accepted.address) is not accepted:
             return
         del self.open[accepted.address]
-        self._of_client[accepted.client] -= 1
-        if not self._of_client[accepted.client]:
-            del self._of_client[accepted.client]
+        self._connections[accepted.client] -= 1
+        if not self._connections[accepted.client]:
+            del self._connections[accepted.client]
 
     def _next(self) -> tuple[socket.socket, Any]:
-        """The next connection, also where this process has no file descriptor left for one.
+        """The next connection, also if this process has no file descriptor left for it.
 
         A spare descriptor is closed for it, and a silent connection, which gives the next spare.
         """
@@ -244,8 +248,8 @@ class GatewaySocket(socket.socket):
                 raise
         # asyncio would log each of some thousand tries with its traceback, and then pause.
         now = time.monotonic()
-        if now - self._complained_at >= _QUIET:
-            self._complained_at = now
+        if now - self._last_complaint >= _QUIET:
+            self._last_complaint = now
             _log.error("No file descriptor is left for connections: raise the limit (ulimit -n)")
         if not self._make_room(None) and self._spare is None:
             time.sleep(_PAUSE)  # this would be called again at once
@@ -256,13 +260,15 @@ class GatewaySocket(socket.socket):
         return super().accept()
 
     def _make_room(self, client: str | None) -> bool:
-        """Cut the connection that has been silent the longest, of a client or of all; false if none
-        is."""
+        """Cut the connection that has been silent the longest, of a client or of all.
+
+        Returns false if no connection is silent.
+        """
         longest: Accepted | None = None
         for accepted in self.open.values():
-            if accepted.since is None or client not in (None, accepted.client):
+            if accepted.silence_start is None or client not in (None, accepted.client):
                 continue
-            if longest is None or accepted.since < (longest.since or 0.0):
+            if longest is None or accepted.silence_start < (longest.silence_start or 0.0):
                 longest = accepted
         if longest is None:
             return False
@@ -277,7 +283,7 @@ class GatewaySocket(socket.socket):
             self._spare = None
         super().close()
 
-    def around(self, app: Any) -> Any:
+    def note_requests(self, app: Any) -> Any:
         """`app`, with its requests noted at their connections, and HEAD answered as GET is."""
 
         async def noted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -291,36 +297,40 @@ class GatewaySocket(socket.socket):
                 await app(scope, receive, send)
                 return
 
-            async def sent(message: Message) -> None:
-                connection.since = asyncio.get_running_loop().time()
+            async def send_noted(message: Message) -> None:
+                connection.silence_start = asyncio.get_running_loop().time()
                 await send(message)
-                connection.since = None
+                connection.silence_start = None
 
-            connection.since = None
+            connection.silence_start = None
             try:
-                await app(scope, receive, sent)
+                await app(scope, receive, send_noted)
             finally:
-                connection.since = asyncio.get_running_loop().time()
+                connection.silence_start = asyncio.get_running_loop().time()
 
         return noted
 
     def cut(self, now: float) -> None:
         """Cut the connections that have waited too long for their client at `now`."""
         for connection in list(self.open.values()):
-            if connection.since is not None and now - connection.since >= self._patience:
+            if (
+                connection.silence_start is not None
+                and now - connection.silence_start >= self._patience
+            ):
                 connection.cut()
 
     def keep(self, address: Any) -> None:
-        """Let the connection of a host, which has time-outs of its own, wait for any time."""
+        """Let the connection of a host wait for any time, because it has time-outs of its own."""
         if (connection := self.open.get(tuple(address[:2]))) is not None:
-            connection.since = None
+            connection.silence_start = None
 
 
 class Accepted(socket.socket):
     """An accepted connection of a client at an address.
 
-    `since`: the time of the event loop, in seconds, since when it waits for its client, who shall
-    ask or take an answer; `None` while it does not. `closed` is called once it is closed.
+    While it waits for its client to ask or to take an answer, `silence_start` is the time of the
+    event loop, in seconds, at which the wait began; otherwise it is `None`. `closed` is called once
+    the connection is closed.
     """
 
     def __init__(
@@ -334,17 +344,16 @@ class Accepted(socket.socket):
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
         self.address = address
         self.client = client
-        self.since: float | None = asyncio.get_running_loop().time()
+        self.silence_start: float | None = asyncio.get_running_loop().time()
         self._when_closed = closed
 
     def close(self) -> None:
-        """The server has ended it."""
+        """Close it for the server, and report that."""
         super().close()
         self._when_closed(self)
 
     def cut(self) -> None:
-        """End it below the server, which sees its client leave. An answer that is not read is
-        lost."""
+        """End it below the server, which sees its client leave; an unread answer is lost."""
         with suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 

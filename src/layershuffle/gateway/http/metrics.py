@@ -50,12 +50,14 @@ class Metrics(Collector):
         self.hops: dict[str, Counter[Outcome]] = {}
         # One bucket for each number of blocks, so that nothing is rounded.
         blocks = tuple(range(1, gateway.router.depth + 1))
-        self._seconds, self._blocks = (
-            prometheus.Histogram(f"layershuffle_{name}", text, buckets=buckets, registry=None)
-            for name, text, buckets in (
-                ("request_seconds", "Time of answered requests.", _SECONDS),
-                ("blocks_used", "Blocks used by answers.", blocks),
-            )
+        self._seconds = prometheus.Histogram(
+            "layershuffle_request_seconds",
+            "Time of answered requests.",
+            buckets=_SECONDS,
+            registry=None,
+        )
+        self._blocks = prometheus.Histogram(
+            "layershuffle_blocks_used", "Blocks used by answers.", buckets=blocks, registry=None
         )
         # Not the library's global registry: a process may run several gateways, as drills do.
         self._registry = prometheus.CollectorRegistry()
@@ -88,7 +90,8 @@ class Metrics(Collector):
 
     def health(self) -> Health:
         """Whether requests can be answered now, and what will fail if nobody acts."""
-        gateway, router = self._gateway, self._gateway.router
+        gateway = self._gateway
+        router = gateway.router
         missing = router.swarm.lacking(router.depth)
         reasons = []
         if len(missing) == router.depth:
@@ -98,7 +101,8 @@ class Metrics(Collector):
         if not gateway.coordinator.watching:
             reasons.append("the hosts are not watched now: those that fail do not come back")
         if gateway.upkeep is not None:
-            reasons += [trouble.text for trouble in gateway.upkeep.troubles().values()]
+            for trouble in gateway.upkeep.troubles().values():
+                reasons.append(trouble.text)
         return Health(
             # One block is enough for an answer, though a poor one, and answers need no watch.
             ok=len(missing) < router.depth,
@@ -107,7 +111,8 @@ class Metrics(Collector):
 
     def readiness(self) -> Health:
         """The health; it is not ok if the accuracy to expect now is below `min_accuracy`."""
-        health, least = self.health(), self._gateway.min_accuracy
+        health = self.health()
+        least = self._gateway.min_accuracy
         if least is None or not health.ok:
             return health
         expected, why = self._gateway.expected_now()
@@ -120,22 +125,21 @@ class Metrics(Collector):
 
     def swarm(self) -> SwarmAnswer:
         """The answer of /v1/swarm."""
-        gateway, router = self._gateway, self._gateway.router
+        gateway = self._gateway
+        router = gateway.router
         expected, why = gateway.expected_now()
         health = gateway.coordinator.health
         self._forget_hosts()
+        hosts: list[HostAnswer] = []
+        for host in router.swarm.values():
+            visits = self.hops.get(host.name, Counter()).total()
+            started_here = host.name in gateway.coordinator.children.names
+            hosts.append(HostAnswer.from_view(host, visits=visits, started_here=started_here))
         return SwarmAnswer(
             model=gateway.model,
             depth=router.depth,
             unreachable_blocks=router.swarm.lacking(router.depth),
-            hosts=[
-                HostAnswer.of(
-                    host,
-                    visits=self.hops.get(host.name, Counter()).total(),
-                    started_here=host.name in gateway.coordinator.children.names,
-                )
-                for host in router.swarm.values()
-            ],
+            hosts=hosts,
             counters=dict(self.requests),
             audits=Audits(audited=health.audited, disagreed=health.disagreed),
             expected=expected,
@@ -148,10 +152,11 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current values of all metrics but the histograms; prometheus_client calls this."""
-        swarm, upkeep = self.swarm(), self._gateway.upkeep
+        swarm = self.swarm()
+        upkeep = self._gateway.upkeep
         reachable = swarm.depth - len(swarm.unreachable_blocks)
         yield from _counters(swarm, self.hops)
-        yield from _of_hosts(swarm.hosts)
+        yield from _host_gauges(swarm.hosts)
         gauges = {
             "reachable_blocks": ("Blocks that a usable host holds.", reachable),
             "depth": ("Blocks of the model.", swarm.depth),
@@ -197,20 +202,20 @@ def _counters(swarm: SwarmAnswer, visits: dict[str, Counter[Outcome]]) -> Iterat
         yield CounterMetricFamily(f"layershuffle_{name}", text, value=value)
 
 
-def _of_hosts(hosts: list[HostAnswer]) -> Iterator[Metric]:
+def _host_gauges(hosts: list[HostAnswer]) -> Iterator[Metric]:
     condition = GaugeMetricFamily(
         "layershuffle_host_condition", "1 for the current one.", labels=["host", "condition"]
     )
     for host in hosts:
         condition.add_metric([host.name, host.condition], 1)
     yield condition
-    for name, of, unit, text in (
+    for name, field, unit, text in (
         ("waiting", "waiting", 1, "Images sent to it and not answered yet."),
         ("compute_seconds", "compute_ms", 1000, "Average time of a block and image."),
         ("link_seconds", "link_ms", 1000, "Average time of a visit beyond compute and queue."),
     ):
         gauge = GaugeMetricFamily(f"layershuffle_host_{name}", text, labels=["host"])
         for host in hosts:
-            if (value := getattr(host, of)) is not None:
+            if (value := getattr(host, field)) is not None:
                 gauge.add_metric([host.name], value / unit)
         yield gauge

@@ -22,9 +22,9 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
-from layershuffle.gateway.http.admission import key_of
+from layershuffle.gateway.http.admission import bearer_key
 from layershuffle.gateway.http.errors import HTTPError
-from layershuffle.gateway.http.keys import Keys, client_context, pinned, secret_in
+from layershuffle.gateway.http.keys import Keys, client_context, pinned, read_secret
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.ground.files import explained, user_path, write_bytes
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 CommandName = Literal["drain", "readmit", "kill"]
 _FILE = "operator.json"
 _KEY_BYTES = 24
-_TIMEOUT = 60.0  # seconds; a drain answers once no visit is under way, after 30 s at most
+_TIMEOUT = 60.0  # seconds; a drain answers once no visit is open, after 30 s at most
 
 
-# --- the gateway's end ----------------------------------------------------------------------------
+# --- at the gateway -------------------------------------------------------------------------------
 
 
 class Fields(BaseModel):
@@ -61,7 +61,7 @@ def add_operator(app: FastAPI, *, key: str) -> None:
     keys = Keys([key])
 
     async def command(name: CommandName, request: Request) -> dict[str, Any]:
-        if not keys.accept(key_of(request)):
+        if not keys.accept(bearer_key(request)):
             raise HTTPError(
                 HTTPStatus.UNAUTHORIZED,
                 "The operator's key is missing or wrong",
@@ -70,10 +70,12 @@ def add_operator(app: FastAPI, *, key: str) -> None:
         try:  # not as an argument: FastAPI would read the body of anybody, of any size
             host = Fields.model_validate_json(await request.body()).host
         except ValidationError as error:
-            problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+            problems: list[dict[str, Any]] = []
+            for problem in error.errors():
+                problems.append({**problem, "loc": ("body", *problem["loc"])})
             raise RequestValidationError(problems) from error
         try:
-            return await _carry_out(gateway, host, name=name)
+            return await _execute(gateway, host, name=name)
         except UsageError:
             raise
         except LayerShuffleError as error:
@@ -85,7 +87,7 @@ def add_operator(app: FastAPI, *, key: str) -> None:
     app.add_api_route("/operator/{name}", command, methods=["POST"], include_in_schema=False)
 
 
-async def _carry_out(gateway: Gateway, host: str, *, name: CommandName) -> dict[str, Any]:
+async def _execute(gateway: Gateway, host: str, *, name: CommandName) -> dict[str, Any]:
     """Carry out a command, and return its answer."""
     coordinator = gateway.coordinator
     if name == "drain":
@@ -137,11 +139,10 @@ class Operated:
 
 
 def state_directory(path: str | None = None) -> Path:
-    """The directory where a swarm of this user keeps its address, key and token; it is created if
-    needed.
+    """The directory where a swarm of this user keeps its address, key and token.
 
-    Default: $XDG_STATE_HOME/layershuffle/swarm, or ~/.local/state/... . Raises `UsageError` if
-    other users may enter it.
+    It is created if needed. Default: $XDG_STATE_HOME/layershuffle/swarm, or ~/.local/state/... .
+    Raises `UsageError` if other users may enter it.
     """
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     hint = "name a directory of this user with --state, or set HOME"
@@ -159,7 +160,7 @@ def state_directory(path: str | None = None) -> Path:
     return directory
 
 
-# --- the operator's end ---------------------------------------------------------------------------
+# --- at the operator ------------------------------------------------------------------------------
 
 
 class Operator:
@@ -207,7 +208,7 @@ class Operator:
         raise kind(answer["error"]["cause"], hint=answer["error"]["hint"] or None)
 
 
-def operator_of(
+def find_operator(
     state: str | None = None,
     *,
     address: str | None = None,
@@ -222,7 +223,7 @@ def operator_of(
     """
     tls = None if authority is None else client_context(authority)
     if address is not None and key_file is not None:
-        key = secret_in(key_file, what="operator key", hint="put the key into it").strip()
+        key = read_secret(key_file, what="operator key", hint="put the key into it").strip()
         return Operator(address, key=key, tls=tls)
     facts = published(state)
     if tls is None and "certificate" in facts:
@@ -231,7 +232,7 @@ def operator_of(
 
 
 def published(state: str | None = None) -> dict[str, Any]:
-    """What the gateway of the directory `state` wrote (`Operated.publish`).
+    """The facts that the gateway of the directory `state` wrote (`Operated.publish`).
 
     Raises `UsageError` if no swarm uses the directory.
     """

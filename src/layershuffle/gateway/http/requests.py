@@ -12,15 +12,11 @@ from starlette.requests import Request
 
 from layershuffle.gateway.brain.policy import side_by_side
 from layershuffle.gateway.brain.rounds import Cell, cell_of
-from layershuffle.gateway.calibration.calibration import (
-    NEVER,
-    Expected,
-    expected_at,
-)
+from layershuffle.gateway.calibration.calibration import NEVER, Expected, expected_accuracy
 from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.http.admission import Admission, GatewayLimits
 from layershuffle.gateway.http.answers import Classification, classification
-from layershuffle.gateway.http.images import batch_of
+from layershuffle.gateway.http.images import image_batch
 from layershuffle.gateway.http.keys import Keys
 from layershuffle.ground.errors import UsageError
 
@@ -56,12 +52,12 @@ class Options(BaseModel):
 
 @dataclass(eq=False)
 class Gateway:
-    """Answers requests by `remote_model`, whose hosts `coordinator` knows, as many at a time as the
-    limits allow.
+    """Answers requests by `remote_model`, as many at a time as the limits allow.
 
-    `keys`, `local`: see `Admission`; `model`: its name; `upkeep`: of the gateway's
-    files; `min_accuracy`: top-1 in percent that must be expected for /readyz; `decoder_threads`:
-    the executor that decodes images (default: as many threads as the limits allow).
+    `coordinator` knows the hosts of the model, and `model` is its name. `keys` and `local` are
+    those of `Admission`. `upkeep` watches the files of the gateway. `min_accuracy` is the top-1 in
+    percent that must be expected for /readyz. `decoder_threads` is the executor that decodes images
+    (default: as many threads as the limits allow).
     """
 
     remote_model: RemoteModel
@@ -77,7 +73,8 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.router = self.remote_model.router
-        manifest, names = self.remote_model.model.manifest, None
+        manifest = self.remote_model.model.manifest
+        names = None
         if (calibration := self.remote_model.calibration) is not None:
             names = calibration.classes
         self.labels = tuple(manifest.class_names or names or map(str, range(manifest.classes)))
@@ -85,7 +82,7 @@ class Gateway:
             self.limits, clock=self.router.clock, keys=self.keys, local=self.local
         )
         most = self.limits.max_pixels
-        self._decode = partial(batch_of, view=manifest.file_view, most_pixels=most)
+        self._decode = partial(image_batch, view=manifest.file_view, most_pixels=most)
         self._pool = self.decoder_threads or ThreadPoolExecutor(
             self.limits.decoders, thread_name_prefix="decoder"
         )
@@ -129,7 +126,7 @@ class Gateway:
             classified,
             labels=self.labels,
             top=options.top,
-            expected=self._expected_with(cell_of(route.steps) if route.order else None),
+            expected=self._expected(cell_of(route.steps) if route.order else None),
             total_ms=(clock() - begun) * _MILLI,
         )
 
@@ -146,7 +143,8 @@ class Gateway:
                 "How sure its answers are was never measured on this model",
                 hint="run layershuffle swarm calibrate, or leave confidence out",
             )
-        low, high = self.limits.min_deadline_ms, self.router.limits.max_deadline_ms
+        low = self.limits.min_deadline_ms
+        high = self.router.limits.max_deadline_ms
         if options.deadline_ms is not None and not low <= options.deadline_ms <= high:
             raise UsageError(
                 f"deadline_ms is {options.deadline_ms:g}", hint=f"ask for {low:g} to {high:g} ms"
@@ -165,18 +163,18 @@ class Gateway:
         router = self.router
         reachable = router.depth - len(router.swarm.lacking(router.depth))
         if not reachable:
-            return self._expected_with(None)
+            return self._expected(None)
         rounds = router.rounds
         # Busy or fast hosts run one visit at a time, whatever the calibration allows.
         parallel = side_by_side(reachable, router.swarm, rounds=rounds, walks=router.walks + 1)
-        return self._expected_with(replace(rounds.cell(reachable), parallel=parallel))
+        return self._expected(replace(rounds.cell(reachable), parallel=parallel))
 
-    def _expected_with(self, cell: Cell | None) -> tuple[Expected | None, str]:
+    def _expected(self, cell: Cell | None) -> tuple[Expected | None, str]:
         """The accuracy to expect of answers in `cell`, or `None` and the reason."""
         if self.remote_model.calibration is None:
             return None, NEVER
         if cell is None:
             return None, "no block can be run"
-        expected = expected_at(self.remote_model.calibration, cell)
+        expected = expected_accuracy(self.remote_model.calibration, cell)
         why = f"{cell.kept} blocks were not measured with answers as late as these"
         return expected, "" if expected else why

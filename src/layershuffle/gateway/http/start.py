@@ -24,7 +24,13 @@ from layershuffle.gateway.hosts.service import beside, running_service
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.app import create_app
 from layershuffle.gateway.http.files import join_routes, runtime
-from layershuffle.gateway.http.keys import Keys, expiry_of, is_loopback, secret_in, server_context
+from layershuffle.gateway.http.keys import (
+    Keys,
+    certificate_expiry,
+    is_loopback,
+    read_secret,
+    server_context,
+)
 from layershuffle.gateway.http.listening import GatewaySocket, listening
 from layershuffle.gateway.http.operator import Operated, add_operator, state_directory
 from layershuffle.gateway.http.requests import Gateway
@@ -44,15 +50,17 @@ _log = logging.getLogger(__name__)
 class Serving:
     """What the settings of a swarm name, opened: its keys, its certificate, its files.
 
-    `hosts_url`: where hosts of other machines dial in, and `members` those that do, once the
-    gateway is open.
+    Once the gateway is open, `hosts_url` is the address at which hosts of other machines dial in,
+    and `members` are the hosts that do.
+
     Raises `UsageError` for a certificate without its key, for an address that other machines reach
-    without a key of the API, for one that nodes of Ray do not, and if a swarm uses the state
-    directory.
+    without a key of the API, and for an address that nodes of Ray do not reach. It is also raised
+    if a swarm uses the state directory.
     """
 
     def __init__(self, settings: SwarmSettings) -> None:
-        certificate, key = settings.https_certificate, settings.https_key
+        certificate = settings.https_certificate
+        key = settings.https_key
         if (certificate is None) != (key is None):
             raise UsageError(
                 "https needs a certificate and its key",
@@ -95,7 +103,7 @@ class Serving:
             )
 
     def reload(self) -> None:
-        """Read the API keys and the tokens of hosts again. What cannot be read stays as it was."""
+        """Read the API keys and the tokens of hosts again; those that cannot be read stay."""
         if self.keys:
             self._load("API keys", self.keys.load)
         if self.members is not None:
@@ -112,12 +120,12 @@ class Serving:
     def _load_tokens(self) -> None:
         assert self.members is not None
         own = self.members.tokens[-1]
-        self.members.tokens = (*tokens_in(self.token_file), own)
+        self.members.tokens = (*read_tokens(self.token_file), own)
 
 
 def warn_of_expiry(certificate: Path) -> None:
     """Say in the log that a certificate has expired, if it has."""
-    expires = expiry_of(certificate)
+    expires = certificate_expiry(certificate)
     if expires is not None and expires <= datetime.now(UTC):
         _log.warning(
             "The certificate %s expired on %s: clients and hosts do not connect. Renew it, and "
@@ -147,9 +155,10 @@ async def serve_swarm(
     once it is open and its own hosts are up. Raises `LayerShuffleError` for an address that cannot
     be listened on, and `UsageError` for a Ray cluster that does not answer.
     """
-    settings, operated = serving.settings, serving.operated
+    settings = serving.settings
+    operated = serving.operated
     try_ports(settings)
-    tokens = tokens_in(serving.token_file)
+    tokens = read_tokens(serving.token_file)
     memory = int(1e6 * settings.memory_mb)
     swarm = running_service(model, token=tokens[0], copies=settings.copies, wire=settings.wire)
     async with (
@@ -195,7 +204,7 @@ async def serve_swarm(
                     tls=serving.tls,
                     trusted=settings.trusted_proxy,
                     members=members,
-                    at_end=gateway.admission.end,
+                    on_end=gateway.admission.end,
                 ) as (listener, served),
             ):
                 url = listener.url
@@ -242,25 +251,27 @@ async def port_of_hosts(coordinator: Coordinator, serving: Serving) -> AsyncIter
 async def local_hosts(
     coordinator: Coordinator, hosts: int, *, memory: int = 200_000_000
 ) -> AsyncIterator[Children]:
-    """`hosts` child processes host-1, host-2 ... that `coordinator` gives blocks, each at most
-    `memory` bytes of weights, ended after.
+    """A context with `hosts` child processes host-1, host-2, ..., which `coordinator` gives blocks.
 
-    They dial in at a port of their own on the loopback network, which is open while they run: no
-    certificate is made for it, and nobody outside can crowd it.
+    Each takes at most `memory` bytes of weights, and all are ended after the context. They dial in
+    at a port of their own on the loopback network, which is open while they run: no certificate is
+    made for it, and nobody outside can crowd it.
     """
     members = coordinator.members
     # A token of their own, so that they come back whatever becomes of the one in the file.
     own = secrets.token_hex(32)
     members.tokens = (*members.tokens, own)
     app = Starlette(routes=members.routes())
+    names = [f"host-{number + 1}" for number in range(hosts)]
     async with listening(app, limits=HOSTS, members=members) as (listener, _):
-        coordinator.children = children = Children(
-            tuple(f"host-{number + 1}" for number in range(hosts)),
+        children = Children(
+            tuple(names),
             url=f"ws://127.0.0.1:{listener.port}",
             token=own,
             memory=memory,
             limits=coordinator.router.limits,
         )
+        coordinator.children = children
         async with beside(children.run()):
             try:
                 yield children
@@ -268,20 +279,23 @@ async def local_hosts(
                 coordinator.members.watcher = None  # that they leave now is no news
 
 
-def tokens_in(path: Path) -> tuple[str, ...]:
-    """The tokens in a file, one a line, which is made if it is not there.
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """The tokens in a file, one a line; the file is made if it is not there.
 
-    Two while they rotate: hosts may know either, and new ones are given the first. Raises
-    `UsageError` for a file that others may read, and for one with more.
+    While tokens rotate there are two: hosts may know either, and new ones are given the first.
+    Raises `UsageError` for a file that others may read, and for a file with more tokens.
     """
     if not path.exists():
         write_bytes(path, secrets.token_hex(32).encode("ascii"), private=True)
-    text = secret_in(path, what="token", hint="name another --token-file, or remove it")
-    tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
+    text = read_secret(path, what="token", hint="name another --token-file, or remove it")
+    tokens: list[str] = []
+    for line in text.splitlines():
+        if line.strip():
+            tokens.append(line.strip())
     if len(tokens) > _MOST_TOKENS:
         raise UsageError(
             f"The file holds {len(tokens)} tokens",
             place=path,
             hint="keep the new one, and below it the one of before while hosts still have it",
         )
-    return tokens
+    return tuple(tokens)

@@ -1,7 +1,7 @@
-"""The word on what will fail of what a gateway keeps on its machine.
+"""Watch the files of a gateway, and say what will fail if nobody acts.
 
-A disk fills, a cleaner removes a directory: neither stops a gateway that runs, and each stops its
-next start. `/healthz`, `/metrics` and the log say so before that (`Upkeep`).
+If a disk fills or a cleaner removes a directory, a gateway that runs goes on, and its next start
+fails. `/healthz`, `/metrics` and the log say so before that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Trouble(NamedTuple):
 
 
 class Upkeep:
-    """Watches over the files of a gateway: its directory `state`, its hosts' token, and the
-    manifest of its `model`.
+    """Watches the directory `state` of a gateway, the token of its hosts, and its `model`.
 
-    `lag`: the longest recent time, in seconds, for which the event loop was late.
+    `model` is the path of the manifest. `lag` is the longest recent time, in seconds, for which the
+    event loop was late.
     """
 
     def __init__(
