@@ -6,10 +6,13 @@ stays where it is, so few files move when members come and go.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+
+from layershuffle.gateway.brain.limits import Limits
 
 COPIES = 2
 """Members that hold a block, so that the death of one is felt by nobody."""
@@ -18,7 +21,11 @@ COPIES = 2
 @dataclass(frozen=True, slots=True)
 class Holder:
     """A member: bytes of weights that it takes, its relative speed, digests of the files that it
-    has on disk, the blocks that it is to hold now, and those of them that it has loaded."""
+    has on disk, the blocks that it is to hold now, and those of them that are loaded and tested.
+
+    `failed`: blocks that it was given and has not loaded in time. A member with such blocks counts
+    for what it has loaded and nothing else, whatever memory it claims.
+    """
 
     name: str
     memory: int
@@ -26,6 +33,19 @@ class Holder:
     on_disk: frozenset[str] = frozenset()
     blocks: frozenset[int] = frozenset()
     ready: frozenset[int] = frozenset()
+    failed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How a member gets on: it has loaded nothing more `since` then, in seconds of any clock.
+
+    `failed`: as in `Holder`; `why`: the reason for the newest of them.
+    """
+
+    since: float
+    failed: frozenset[int] = frozenset()
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +66,9 @@ def assign(
 
     Each block has `copies` holders where memory allows, fast devices hold more than slow ones, and
     none has less than its share of them while it has room. One with more gives up what enough
-    others have loaded. A block without a holder takes the place of one with several. Equal devices
-    and blocks give an equal answer.
+    others have loaded. A block without a holder takes the place of one with several. A device that
+    could not load a block keeps what it has loaded, and tries one more, which others hold as well.
+    Equal devices and blocks give an equal answer.
 
         assign([Holder("pi", memory=10)], [BlockFile("a", 4), BlockFile("b", 4)])
     """
@@ -66,7 +87,20 @@ def assign(
     for name in table.devices:
         table.fill(name)
         table.trim(name, copies=copies)
-    return {name: table.blocks_of(name) for name in table.devices}
+    trials = table.trials()
+    return {name: table.blocks_of(name) | trials.get(name, frozenset()) for name in table.devices}
+
+
+def overdue(loading: Loading, blocks: Iterable[BlockFile], *, now: float, limits: Limits) -> bool:
+    """Whether a member that is to load `blocks` has loaded none of them for too long.
+
+    It loads one after the other, so it has the time for the largest of them.
+    """
+    sizes = [block.size for block in blocks]
+    if not sizes:
+        return False
+    seconds = limits.load_ms / 1000 + max(sizes) / limits.load_bytes_per_second
+    return now - loading.since >= seconds
 
 
 class _Table:
@@ -85,15 +119,21 @@ class _Table:
         self.room = {name: device.memory for name, device in devices.items()}
         # What each would hold if all worked by their speed, rounded up, so that all have work; as
         # fractions, because equal devices would hold one more where their floats add up to less.
-        speeds = {name: Fraction(device.speed) for name, device in devices.items()}
+        speeds = {
+            name: Fraction(0 if device.failed else device.speed) for name, device in devices.items()
+        }
         work = Fraction(copies * len(self.places)) / (sum(speeds.values()) or 1)
         self.share = {name: ceil(work * speed) for name, speed in speeds.items()}
         for name, device in devices.items():
             for digest in self.places:
+                # Assigned counts as held until loading it has failed.
+                counted = device.ready if device.failed else device.blocks
+                has = not counted.isdisjoint(self.places[digest])
                 # A device may come back with less memory.
-                has = any(place in device.blocks for place in self.places[digest])
                 if has and self.fits(name, digest):
                     self.hold(name, digest)
+            if device.failed:
+                self.room[name] = 0
 
     def fits(self, name: str, digest: str) -> bool:
         return digest not in self.files[name] and self.size[digest] <= self.room[name]
@@ -126,13 +166,19 @@ class _Table:
 
     def make_room(self, digest: str) -> bool:
         """Replace a file that others hold as well by this one, which nobody holds."""
-        swaps = [
-            (-len(self.holders[other]), name, other)
-            for name in self.devices
-            for other in self.files[name]
-            if len(self.holders[other]) > 1
-            and self.room[name] + self.size[other] >= self.size[digest]
-        ]
+        swaps = []
+        for name, device in self.devices.items():
+            if device.failed:
+                continue
+            for other in self.files[name]:
+                if self.room[name] + self.size[other] < self.size[digest]:
+                    continue
+                # What it has loaded stays until another has.
+                needed = self.places[other][0] in device.ready
+                if self.loaded_elsewhere(name, other) or (
+                    not needed and len(self.holders[other]) > 1
+                ):
+                    swaps.append((-len(self.holders[other]), name, other))
         if not swaps:
             return False
         _, name, other = min(swaps)
@@ -151,13 +197,45 @@ class _Table:
 
     def trim(self, name: str, *, copies: int) -> None:
         """Take from a device what is beyond its share, if enough others have loaded it."""
+        if self.devices[name].failed:
+            return
         for digest in sorted(self.files[name], key=lambda d: (-len(self.holders[d]), d)):
             if len(self.files[name]) <= self.share[name] + 1:
                 return
-            place = self.places[digest][0]
-            others = (self.devices[other] for other in self.holders[digest] if other != name)
-            if sum(place in other.ready for other in others) >= copies:
+            if self.loaded_elsewhere(name, digest) >= copies:
                 self.release(name, digest)
+
+    def loaded_elsewhere(self, name: str, digest: str) -> int:
+        """The number of devices other than this one that hold a file and have loaded it."""
+        place = self.places[digest][0]
+        others = [other for other in self.holders[digest] if other != name]
+        return sum(place in self.devices[other].ready for other in others)
+
+    def trials(self) -> dict[str, frozenset[int]]:
+        """The blocks of a file more for every device that could not load one, if one fits.
+
+        It is one that the fewest hold or try; of these one that the device has not failed to load.
+        """
+        trials: dict[str, frozenset[int]] = {}
+        tried = Counter[str]()
+        for name, device in self.devices.items():
+            room = device.memory - sum(self.size[digest] for digest in self.files[name])
+            best: tuple[int, bool, bool, str] | None = None
+            for digest, places in self.places.items():
+                if digest in self.files[name] or self.size[digest] > room or not device.failed:
+                    continue
+                offer = (
+                    len(self.holders[digest]) + tried[digest],
+                    not device.failed.isdisjoint(places),
+                    device.blocks.isdisjoint(places),
+                    digest,
+                )
+                best = offer if best is None else min(best, offer)
+            if best is not None:
+                digest = best[-1]
+                tried[digest] += 1
+                trials[name] = frozenset(self.places[digest])
+        return trials
 
     def blocks_of(self, name: str) -> frozenset[int]:
         return frozenset(place for digest in self.files[name] for place in self.places[digest])

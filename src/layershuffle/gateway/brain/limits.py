@@ -58,6 +58,12 @@ class Limits(Settings):
     start_ms: Milliseconds = 120_000.0
     """Longest time for the first answer of a block that was loaded."""
 
+    load_ms: Milliseconds = 15_000.0
+    """A host that is to load blocks and has loaded none of them for this long counts for what it
+    has loaded alone, and others get the rest. It has as much more time ..."""
+    load_bytes_per_second: Annotated[float, Field(gt=0)] = 250_000.0
+    """... as the weights of a block take at this speed."""
+
     lag_fade: Share = 0.005
     """Share by which a visit reduces the longest recent lag: it halves in 140 visits."""
     # A start costs half a second of processor time, which the other hosts would lack.

@@ -36,7 +36,8 @@ class HostView(NamedTuple):
     of images that it computes together. `waiting` counts the visits sent and not answered yet.
     `strikes` counts failures since the last answer. `retry_at`: the time from which a suspect may
     be probed, or until which requests wait for a host whose process died. `why` explains every
-    condition but "healthy", and that if no block fits. `loading`: blocks that it will serve soon.
+    condition but "healthy", and that no block fits or could be loaded. `loading`: blocks that it
+    will serve soon.
     """
 
     name: str

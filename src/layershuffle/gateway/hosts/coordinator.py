@@ -12,10 +12,11 @@ import math
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from layershuffle.gateway.brain import state
-from layershuffle.gateway.brain.assignment import COPIES, Holder, assign
+from layershuffle.gateway.brain.assignment import COPIES, Holder, Loading, assign, overdue
 from layershuffle.gateway.brain.messages import Visit
 from layershuffle.gateway.brain.state import HostView
 from layershuffle.gateway.calibration.served import ServedModel
@@ -67,6 +68,8 @@ class Coordinator:
         self._references = _references_of(model)
         self._departed: dict[str, tuple[Holder, float]] = {}
         self._planned: list[Holder] = []
+        # By name, so that nobody is rid of it by dialling in again.
+        self._loading: dict[str, Loading] = {}
         self._said: dict[str, tuple[str, float]] = {}
         self._changed = asyncio.Event()
         self._tests = set[asyncio.Task[None]]()
@@ -140,6 +143,8 @@ class Coordinator:
             why = f"its --memory is for no block: one takes {math.ceil(least / 1000)}KB"
             view = view._replace(why=why)
         self.router.put(view)
+        before_it = self._loading.get(member.name, Loading(0.0))
+        self._loading[member.name] = replace(before_it, since=self.router.clock())
         if returned is not None:
             # It comes back to what it had, and nobody else has taken that yet.
             self.members.assign(member.name, returned[0].blocks)
@@ -159,6 +164,17 @@ class Coordinator:
         if now - before >= _QUIET:  # it tries again, every few seconds
             self._said[key] = why, now
             _log.warning("Host %s cannot load block %d: %s", member.name, block, why)
+        self._give_up(member.name, frozenset({block}), why=f"it cannot load block {block}: {why}")
+
+    def _give_up(self, name: str, blocks: frozenset[int], *, why: str) -> None:
+        """Count a host for what it has loaded alone, because it has not loaded `blocks`."""
+        loading = self._loading[name]
+        failed = loading.failed | blocks
+        self._loading[name] = replace(loading, failed=failed, why=why)
+        # No request waits for what it still tries.
+        self.router.update(name, lambda host: host._replace(loading=frozenset()))
+        if failed != loading.failed:
+            self._changed.set()
 
     def leaving(self, member: Member) -> None:
         """See `members.MemberWatcher`."""
@@ -176,6 +192,7 @@ class Coordinator:
         if len(gone) > _MOST_GONE:
             longest = min(gone, key=lambda n: self.router.swarm[n].retry_at)
             self.router.swarm.remove(longest)
+            self._loading.pop(longest, None)
         self._changed.set()
 
     def _say(self) -> None:
@@ -202,6 +219,9 @@ class Coordinator:
         # It may have lost the block, or its connection, while it was tested: then it says again
         # that it is ready, and the next test counts.
         if self.members.get(name) is member and block in member.ready:
+            if self._loading[name].failed:
+                self.router.update(name, lambda host: host._replace(why=""))
+            self._loading[name] = Loading(self.router.clock())
             self.router.update(name, lambda host: _loaded(host, block))
 
     # --- who holds what ---------------------------------------------------------------------------
@@ -214,12 +234,32 @@ class Coordinator:
             hello["speed"],
             frozenset(hello["held"]),
             member.assigned,
-            frozenset(member.ready),
+            self.router.swarm[member.name].blocks & member.assigned,
+            self._loading[member.name].failed,
         )
+
+    def _look_at_loading(self, now: float) -> None:
+        """Give up on hosts that load nothing, and say so in their state."""
+        swarm = self.router.swarm
+        for name, member in self.members.items():
+            loading = self._loading[name]
+            missing = member.assigned - swarm[name].blocks - loading.failed
+            files = [self.model.weights[block] for block in missing]
+            if overdue(loading, files, now=now, limits=self.router.limits):
+                blocks = ", ".join(map(str, sorted(missing)))
+                seconds = now - loading.since
+                self._loading[name] = replace(loading, since=now)
+                why = f"it has loaded none of the blocks {blocks} in {seconds:.0f} s"
+                self._give_up(name, missing, why=why)
+            if self._loading[name].failed and swarm[name].usable:
+                why = f"{self._loading[name].why}; until it loads one, it is given one at a time"
+                if swarm[name].why != why:
+                    self.router.update(name, partial(HostView._replace, why=why))
 
     def _plan(self) -> None:
         """Give every host its blocks, if who is there has changed."""
         now, swarm = self.router.clock(), self.router.swarm
+        self._look_at_loading(now)
         present = {
             name: self._device(member)
             for name, member in self.members.items()
@@ -242,11 +282,16 @@ class Coordinator:
 
     def _give(self, name: str, blocks: frozenset[int]) -> None:
         # First, so that no visit to a block that leaves is sent behind the assignment.
+        loading = self._loading[name]
+        soon = frozenset[int]() if loading.failed else blocks
         self.router.update(
             name,
-            lambda host: host._replace(blocks=host.blocks & blocks, loading=blocks - host.blocks),
+            lambda host: host._replace(blocks=host.blocks & blocks, loading=soon - host.blocks),
         )
-        self.health.forget(name, self.members[name].assigned - blocks)
+        assigned = self.members[name].assigned
+        if not blocks <= assigned:
+            self._loading[name] = replace(loading, since=self.router.clock())
+        self.health.forget(name, assigned - blocks)
         self.members.assign(name, blocks)
 
     # --- commands of operators --------------------------------------------------------------------

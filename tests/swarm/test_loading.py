@@ -1,0 +1,132 @@
+"""Held is loaded and tested: hosts that load nothing keep no block from others. Virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from virtual_site import VirtualHost, VirtualSite, virtual_gateway
+
+from clock import run_virtual
+from layershuffle.gateway.brain.assignment import BlockFile, Holder, Loading, assign, overdue
+from layershuffle.gateway.brain.limits import Limits
+from waiting import until
+
+LIMITS = Limits(load_ms=5000, load_bytes_per_second=1e6)
+DEPTH = 12
+FILES = [BlockFile(f"{number:064x}", 10) for number in range(DEPTH)]
+
+
+async def all_held(site: VirtualSite, *, seconds: float) -> float:
+    return await until(lambda: min(site.holders()) >= 1, seconds=seconds)
+
+
+@pytest.mark.parametrize("mute", [False, True])
+@pytest.mark.parametrize("memory", [10**9, 1 << 50])
+def test_blocks_go_to_a_host_that_loads_them(mute: bool, memory: int) -> None:
+    """Two hosts that load nothing were there first, and claim up to a petabyte."""
+
+    async def main() -> None:
+        async with virtual_gateway(LIMITS) as site:
+            for name in ("full-1", "full-2"):
+                VirtualHost(site, name, capacity=0, mute=mute, memory=memory, speed=1e6)
+            await asyncio.sleep(1)
+            VirtualHost(site, "good")
+            waited = await all_held(site, seconds=30)
+            # Five seconds, and a tenth for the bytes of a block, where nothing is said.
+            assert waited < (5.5 if mute else 0.5)
+            await asyncio.sleep(30)
+            assert site.holders() == [1] * DEPTH
+            for name in ("full-1", "full-2"):
+                assert len(site.members[name].assigned) == 1, "it still tries one"
+                view = site.router.swarm[name]
+                assert view.loading == frozenset()
+                reason = "it has loaded none of the blocks" if mute else "no space left on device"
+                assert reason in view.why
+                assert "one at a time" in view.why
+
+    run_virtual(main())
+
+
+def test_a_host_keeps_what_it_has_loaded() -> None:
+    async def main() -> None:
+        async with virtual_gateway(LIMITS) as site:
+            small = VirtualHost(site, "small", capacity=3)
+            await until(lambda: sum(site.holders()) == 3)
+            VirtualHost(site, "good")
+            await all_held(site, seconds=10)
+            await asyncio.sleep(30)
+            assert len(small.loaded) == 3
+            assert sum(site.holders()) == DEPTH + 3
+            assert "cannot load" in site.router.swarm["small"].why
+
+    run_virtual(main())
+
+
+def test_a_host_that_can_load_again_gets_all_its_blocks() -> None:
+    async def main() -> None:
+        async with virtual_gateway(LIMITS) as site:
+            host = VirtualHost(site, "pi", capacity=0)
+            await asyncio.sleep(10)
+            assert max(site.holders()) == 0
+            host._capacity = 100
+            host._load()
+            await all_held(site, seconds=5)
+            assert site.router.swarm["pi"].why == ""
+
+    run_virtual(main())
+
+
+def test_nobody_is_rid_of_its_failures_by_dialling_in_again() -> None:
+    async def main() -> None:
+        async with virtual_gateway(LIMITS) as site:
+            for _ in range(5):
+                host = VirtualHost(site, "full", capacity=0)
+                await asyncio.sleep(1)
+                given = len(host.assigned)
+                host.close(1001, "bye")
+                await asyncio.sleep(1)
+            assert given == 1
+
+    run_virtual(main())
+
+
+def test_the_time_to_load_is_that_of_the_largest_block() -> None:
+    limits = Limits(load_ms=1000, load_bytes_per_second=100)
+    files = [BlockFile("a", 300), BlockFile("b", 200)]
+    assert not overdue(Loading(10.0), files, now=13.9, limits=limits)
+    assert overdue(Loading(10.0), files, now=14.0, limits=limits)
+    assert not overdue(Loading(10.0), [], now=99.0, limits=limits)
+
+
+@given(
+    st.lists(
+        st.tuples(st.frozensets(st.integers(0, 11)), st.frozensets(st.integers(0, 11))),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_who_failed_counts_for_what_it_has_loaded(
+    hosts: list[tuple[frozenset[int], frozenset[int]]],
+) -> None:
+    """A host with room for all holds all, whatever the failed ones claim; they try one each."""
+    devices = [Holder("good", 120)]
+    for number, (ready, failed) in enumerate(hosts):
+        name = f"host-{number}"
+        everything = frozenset(range(DEPTH))
+        devices.append(Holder(name, 10**6, 1e6, blocks=everything, ready=ready, failed=failed))
+    held = assign(devices, FILES)
+    doubted = [device for device in devices if device.failed]
+    for device in doubted:
+        assert device.ready <= held[device.name]
+        assert len(held[device.name]) <= len(device.ready) + 1
+    if len(doubted) == len(hosts):
+        loaded = frozenset().union(*(device.ready for device in doubted))
+        assert held["good"] | loaded == frozenset(range(DEPTH))
+    again = [
+        Holder(d.name, d.memory, d.speed, blocks=held[d.name], ready=d.ready, failed=d.failed)
+        for d in devices
+    ]
+    assert assign(again, FILES) == held, "nothing moves while nothing changes"
