@@ -23,7 +23,7 @@ from torchvision.utils import make_grid
 
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
-from layershuffle.core.stack import depth_of, running, wrap
+from layershuffle.core.stack import depth_of, fixed_of, running, wrap
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.class_names import numbered
@@ -87,6 +87,9 @@ class Workbench:
         self.names = dict(names)
         first = next(iter(self.models.values()))
         self.depth, self.view = depth_of(first), file_view(first)
+        # An order has to suit all models: one without ends runs in every order.
+        ends = [fixed_of(model) for model in self.models.values()]
+        self.fixed = max(first for first, _ in ends), max(last for _, last in ends)
         self.labels = class_names_of(first) or numbered(num_classes_of(first))
         kinds = {(depth_of(m), file_view(m), num_classes_of(m)) for m in self.models.values()}
         if len(kinds) > 1:
@@ -103,7 +106,7 @@ class Workbench:
         as those after it, which the page shows."""
         together = threading.Barrier(_THREADS)
         blank = torch.zeros(1, self.view.channels, self.view.height, self.view.width)
-        everything = order_of(range(self.depth), self.depth)
+        everything = ExecutionOrder.sequential(self.depth)
 
         def run_all() -> None:
             together.wait()  # or one thread would take the turns of both
@@ -114,9 +117,10 @@ class Workbench:
             done.result()
 
     def facts(self) -> dict[str, object]:
-        """What the page must know before it can draw: depth, width and height of the images,
-        whether there are test pictures (`pairs`), name and title of each model by its role, and
-        what is known of their training (`training`)."""
+        """What the page must know before it can draw: depth, the numbers of first and last blocks
+        that keep their place (`fixed`), width and height of the images, whether there are test
+        pictures (`pairs`), name and title of each model by its role, and what is known of their
+        training (`training`)."""
         records = {role: origin_of(backbone_of(m)).record for role, m in self.models.items()}
         models = {
             role: {"name": self.names.get(role, ""), "title": title_of(record)}
@@ -124,6 +128,7 @@ class Workbench:
         }
         return {
             "depth": self.depth,
+            "fixed": self.fixed,
             "width": self.view.width,
             "height": self.view.height,
             "pairs": self.pictures is not None,
@@ -140,9 +145,9 @@ class Workbench:
         return file.getvalue(), [self.labels[index] for index in pictures.classes.tolist()]
 
     def order(self, text: str) -> ExecutionOrder:
-        """The order that a visitor names. Raises `UsageError` for an invalid one, and for too many
-        steps."""
-        order = order_of(text, self.depth)
+        """The order that a visitor names, by its blocks between the ends, with the ends around it.
+        Raises `UsageError` for an invalid one, one that names an end, and too many steps."""
+        order = order_of(text, self.depth).within_ends(self.fixed)
         if len(order) > MAX_PASSES * self.depth:
             raise UsageError(
                 f"{len(order)} steps are too many", hint=f"take {MAX_PASSES * self.depth} at most"

@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 class ServedModel:
     """The exported model in `directory`. `manifest` says what it is.
 
+    `depth`: the number of its blocks; `hosted`: the ids of those that hosts serve. The others keep
+    their place, and stem and head have them.
     `sample`: a typical state of one image, float32 `[1, tokens, width]`; `quantised`: whether
     blocks compute in int8, which rounds otherwise on other processors. Raises `ModelFileError` for
     files that are not those of the manifest.
@@ -48,7 +50,7 @@ class ServedModel:
     def __init__(self, directory: Path) -> None:
         self.directory, self.manifest = directory, read_manifest(directory)
         self.shape = self.manifest.state.shape
-        self.depth = len(self.manifest.blocks)
+        self.depth, self.hosted = self.manifest.depth, self.manifest.hosted
         self._stem, self._head = self._session("stem.onnx"), self._session("head.onnx")
         graphs = {block.graph for block in self.manifest.blocks}
         self.quantised = any(is_quantised(self._content(name)) for name in graphs)
@@ -63,13 +65,13 @@ class ServedModel:
 
     @cached_property
     def weights(self) -> tuple[BlockFile, ...]:
-        """The weights of every block."""
+        """The weights of every block in `hosted`."""
         stored = [self.manifest.files[block.weights] for block in self.manifest.blocks]
         return tuple(BlockFile(file.sha256, file.bytes) for file in stored)
 
     def entry(self, block: int) -> dict[str, Any]:
-        """A block as an `assign` message names it; its slot is its number."""
-        stored = self.manifest.blocks[block]
+        """A block as an `assign` message names it; its slot is its id in the model."""
+        stored = self.manifest.blocks[self.hosted.index(block)]
         files = {
             part: self.manifest.files[name].model_dump()
             for part, name in (("graph", stored.graph), ("weights", stored.weights))
@@ -96,9 +98,10 @@ class ServedModel:
         return await asyncio.to_thread(self._computed, block, state)
 
     def _computed(self, block: int, state: State) -> State:
-        digest = self.weights[block].digest
+        place = self.hosted.index(block)
+        digest = self.weights[place].digest
         if digest not in self._blocks:
-            stored = self.manifest.blocks[block]
+            stored = self.manifest.blocks[place]
             graph, weights = self._content(stored.graph), self._content(stored.weights)
             self._blocks[digest] = Block(graph, weights, shape=self.shape, threads=1)
         return self._blocks[digest].run(state)

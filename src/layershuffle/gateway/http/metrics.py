@@ -49,7 +49,7 @@ class Metrics(Collector):
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
         # One bucket for each number of blocks, so that nothing is rounded.
-        blocks = tuple(range(1, gateway.router.depth + 1))
+        blocks = tuple(range(1, len(gateway.router.hosted) + 1))
         self._seconds, self._blocks = (
             prometheus.Histogram(f"layershuffle_{name}", text, buckets=buckets, registry=None)
             for name, text, buckets in (
@@ -89,9 +89,9 @@ class Metrics(Collector):
     def health(self) -> Health:
         """Whether requests can be answered now, and what will fail if nobody acts."""
         gateway, router = self._gateway, self._gateway.router
-        missing = router.swarm.lacking(router.depth)
+        missing = router.swarm.lacking(router.hosted)
         reasons = []
-        if len(missing) == router.depth:
+        if len(missing) == len(router.hosted):
             reasons.append("no usable host holds a block")
         elif missing:
             reasons.append(f"no usable host holds block {', '.join(map(str, missing))}")
@@ -101,7 +101,7 @@ class Metrics(Collector):
             reasons += [trouble.text for trouble in gateway.upkeep.troubles().values()]
         return Health(
             # One block is enough for an answer, though a poor one, and answers need no watch.
-            ok=len(missing) < router.depth,
+            ok=len(missing) < len(router.hosted),
             why="; ".join(reasons),
         )
 
@@ -127,7 +127,8 @@ class Metrics(Collector):
         return SwarmAnswer(
             model=gateway.model,
             depth=router.depth,
-            unreachable_blocks=router.swarm.lacking(router.depth),
+            fixed=router.fixed,
+            unreachable_blocks=router.swarm.lacking(router.hosted),
             hosts=[
                 HostAnswer.of(
                     host,
@@ -149,12 +150,13 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The current values of all metrics but the histograms; prometheus_client calls this."""
         swarm, upkeep = self.swarm(), self._gateway.upkeep
-        reachable = swarm.depth - len(swarm.unreachable_blocks)
+        hosted = swarm.depth - sum(swarm.fixed)
+        reachable = hosted - len(swarm.unreachable_blocks)
         yield from _counters(swarm, self.hops)
         yield from _of_hosts(swarm.hosts)
         gauges = {
             "reachable_blocks": ("Blocks that a usable host holds.", reachable),
-            "depth": ("Blocks of the model.", swarm.depth),
+            "depth": ("Blocks that hosts serve.", hosted),
             "watching": (
                 "1 while hosts are watched and brought back.",
                 self._gateway.coordinator.watching,
