@@ -44,14 +44,20 @@ def digits() -> ServedModel:
 class Site:
     """A gateway that listens: `url` for hosts."""
 
-    def __init__(self, limits: Limits, parallel: int) -> None:
-        self.model = digits()
+    def __init__(self, model: ServedModel, limits: Limits, *, parallel: int) -> None:
+        self.model = model
         self.members = Members(self.model, token=TOKEN)
         rounds = Rounds(
-            {kept: Cell(kept, parallel=parallel) for kept in range(1, self.model.depth + 1)},
+            {kept: Cell(kept, parallel=parallel) for kept in range(1, len(model.hosted) + 1)},
             max_age=2 * parallel,
         )
-        self.router = Router(self.members, depth=self.model.depth, limits=limits, rounds=rounds)
+        self.router = Router(
+            self.members,
+            depth=model.depth,
+            fixed=model.manifest.fixed,
+            limits=limits,
+            rounds=rounds,
+        )
         self.coordinator = Coordinator(self.model, router=self.router, members=self.members)
         self.app: Any = Starlette(routes=self.members.routes())
         self.url = ""
@@ -78,13 +84,15 @@ class Site:
     def holders(self) -> list[int]:
         """How many usable hosts hold each block."""
         copies = self.router.swarm.copies()
-        return [copies[block] for block in range(self.model.depth)]
+        return [copies[block] for block in self.model.hosted]
 
 
 @asynccontextmanager
-async def gateway(*, limits: Limits = BUSY, parallel: int = 1) -> AsyncIterator[Site]:
-    """A gateway that listens on this machine."""
-    site = Site(limits, parallel)
+async def gateway(
+    *, limits: Limits = BUSY, parallel: int = 1, model: ServedModel | None = None
+) -> AsyncIterator[Site]:
+    """A gateway that listens on this machine, by default to the shipped model."""
+    site = Site(model or digits(), limits, parallel=parallel)
     async with listening(site, members=site.members) as (listener, _):
         site.url = f"ws://127.0.0.1:{listener.port}"
         try:

@@ -78,7 +78,7 @@ class PicoModel:
 
     def __init__(self, model: torch.nn.Module) -> None:
         view, classes = file_view(model), num_classes_of(model)
-        self.depth = depth_of(model)
+        self.depth, self.hosted = depth_of(model), range(depth_of(model))
         self.manifest = SimpleNamespace(
             file_view=view, classes=classes, class_names=class_names_of(model)
         )

@@ -16,11 +16,11 @@ import layershuffle as ls
 from common import DEPTH, FAMILIES, logits_of
 from layershuffle.core.evaluation import Score
 from layershuffle.core.forwards import block_runs
-from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.policies import Mode
 from layershuffle.core.position import add_position
 from layershuffle.core.position_forms import EncodingForm
-from layershuffle.core.stack import running
+from layershuffle.core.stack import depth_of, running, stack_of
 from layershuffle.data import DataOptions, Split, open_data
 from layershuffle.data.contract import limited_test
 from layershuffle.gateway.brain.messages import VisitError
@@ -59,9 +59,11 @@ from pictures import file_of
 DATA = "digit-pairs?test=40"
 
 
-def digits_model():
-    """The bundled base model, cut to three blocks to be quick."""
-    return truncate(ls.load("bundled:digits"), "0,4,8")
+def digits_model(fixed=(0, 0)):
+    """The bundled base model, cut to be quick to three blocks between the ends `fixed`."""
+    model = truncate(ls.load("bundled:digits"), {(0, 0): "0,4,8", (1, 1): "0,2,4,8,11"}[fixed])
+    stack_of(model).fixed = fixed
+    return model
 
 
 def test_an_assumed_order_of_classes_is_said(caplog, tmp_path):
@@ -79,16 +81,21 @@ def test_an_assumed_order_of_classes_is_said(caplog, tmp_path):
     ]
 
 
-def test_equal_to_a_slow_count():
-    """Every cell and every late block, order by order, image by image."""
-    model = digits_model()
+@pytest.mark.parametrize("fixed", [(0, 0), (1, 1)])
+def test_equal_to_a_slow_count(fixed):
+    """Every cell and every late block, order by order, image by image; ends run in each."""
+    model = digits_model(fixed)
+    depth, (first, last) = depth_of(model), fixed
     calibration = calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=10)
     data = open_data(DATA, image_view(model), options=DataOptions(train=False, max_test=25))
     items = [data.splits["test"].dataset[index] for index in range(25)]
     items = [(data.finish(pixels[None]), label) for pixels, label in items]
-    draws = [ls.Shuffled().draw(3, seed=5, step=index).blocks for index in range(3)]
+    policy = ls.Shuffled(fixed=fixed)
+    draws = [policy.draw(depth, seed=5, step=index).blocks for index in range(3)]
+    draws = [blocks[first : depth - last] for blocks in draws]
 
     def right(order):
+        order = order_of(order, depth).within_ends(fixed)
         with torch.inference_mode(), running(model, order):
             return np.array([int(model(x).argmax()) == label for x, label in items])
 
@@ -100,14 +107,14 @@ def test_equal_to_a_slow_count():
         for kept in range(1, most + 1)
     ]
     for row in calibration.rows:
-        orders = [overlapped(blocks, row.cell, depth=3) for blocks in draws]
+        orders = [overlapped(blocks, row.cell, depth=depth) for blocks in draws]
         shares = [100 * right(order).mean() for order in orders]
         assert row.top1 == pytest.approx(np.mean(shares))
         assert row.sd_orders == pytest.approx(np.std(shares, ddof=1))
         assert 0 <= row.low <= row.top1 <= row.high <= 100
         assert (row.orders_low, row.orders_high) == (min(shares), max(shares))
     for age, top1 in enumerate(calibration.late, start=1):
-        orders = [late_last(blocks, age, depth=3) for blocks in draws]
+        orders = [late_last(blocks, age, depth=depth) for blocks in draws]
         assert top1 == pytest.approx(np.mean([100 * right(order).mean() for order in orders]))
     assert len(calibration.late) == 2
     assert (calibration.split, calibration.orders, calibration.images, calibration.seed) == (

@@ -29,7 +29,7 @@ def host(name, *blocks, **fields):
 
 
 def next_of(*hosts, rounds=QUEUE, now=0.0, walks=1, done=(), **progress):
-    asked = RequestProgress(**{"depth": 4, "deadline": 1.0, "done": done, **progress})
+    asked = RequestProgress(**{"blocks": range(4), "deadline": 1.0, "done": done, **progress})
     return decide(asked, Swarm(hosts), now=now, limits=LIMITS, rounds=rounds, walks=walks)
 
 
@@ -122,7 +122,7 @@ def test_a_request_ends_when_it_is_sure():
     assert asked_of(*hosts, **sure | {"confidence": None}) == ("a", 1)
     assert asked_of(*hosts, **sure, min_blocks=3) == ("a", 1)
     assert next_of(*hosts, **sure | {"done": (0, 1, 2, 3)}) == "complete"
-    skips = skipped(RequestProgress(4, 1.0, done=(0, 3)), Swarm(hosts), ending="sure")
+    skips = skipped(RequestProgress(range(4), 1.0, done=(0, 3)), Swarm(hosts), ending="sure")
     assert skips == dict.fromkeys((1, 2), "the answer was sure after 2 blocks")
 
 
@@ -143,7 +143,7 @@ def test_hop_limits(wanted, lag, left, limit):
 
 def test_every_skipped_block_has_its_reason():
     swarm = Swarm([host("a", 0, condition="suspect", why="no answer in time"), host("b", 1, 2)])
-    asked = RequestProgress(4, 1.0, done=[2])
+    asked = RequestProgress(range(4), 1.0, done=[2])
     assert skipped(asked, swarm, ending="deadline") == {
         0: "host a is suspect: no answer in time",
         1: "the deadline was near",
@@ -200,7 +200,7 @@ def test_the_width_is_that_of_the_blocks_that_run():
 
 
 def test_what_still_counts():
-    progress = RequestProgress(6, 1.0, done=(0, 1, 2))
+    progress = RequestProgress(range(6), 1.0, done=(0, 1, 2))
     assert counts(progress, UnderWay(3, 1), max_age=2)
     assert not counts(progress, UnderWay(3, 0), max_age=2), "too old"
     assert not counts(progress, UnderWay(2, 1), max_age=2), "it ran meanwhile"
@@ -215,7 +215,7 @@ def test_ten_thousand_hosts_are_decided_on_in_a_fraction_of_a_second():
     done = []
     began = time.process_time()
     while len(done) < 12:
-        asked = RequestProgress(12, 1.0, done=done)
+        asked = RequestProgress(range(12), 1.0, done=done)
         visit = decide(asked, swarm, now=0.0, limits=LIMITS, rounds=QUEUE)
         assert visit.host == quickest[visit.block].name
         swarm.put(state.sent(swarm[visit.host]))

@@ -153,4 +153,4 @@ def test_a_changed_swarm_equals_one_built_anew(changes, seed):
             assert swarm.held(block) == [v for v in views if block in v.blocks | v.loading]
             usable = sum(v.usable and block in v.blocks for v in views)
             assert swarm.copies()[block] == usable
-            assert (block in swarm.lacking(4)) == (usable == 0)
+            assert (block in swarm.lacking(range(4))) == (usable == 0)

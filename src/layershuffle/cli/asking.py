@@ -120,9 +120,8 @@ def describe_answer(answer: Classification, image: Path | str) -> str:
     steps = "" if plain else f", as {order}"
     if "@" in steps:
         steps += " (block@number of the steps whose state it read)"
-    lines.append(
-        f"{len(set(order))} of {answer.depth} blocks in {answer.ms.total:.0f} ms{steps}: {hops}"
-    )
+    hosted = answer.depth - sum(answer.fixed)
+    lines.append(f"{len(set(order))} of {hosted} blocks in {answer.ms.total:.0f} ms{steps}: {hops}")
     if answer.ending == "sure":
         lines.append("it ended there, because the answer was as sure as asked for")
     else:

@@ -142,9 +142,10 @@ class UpCommand(Command):
         dial = serving.hosts_url.replace("http", "ws", 1)
         # Only for eyes, as the key: elsewhere its reader takes it from the file.
         token = coordinator.members.token if key else "TOKEN"
+        blocks = counted(len(coordinator.model.hosted), "block")
         lines = [
-            f"{self.settings.model}, {coordinator.model.depth} blocks on {hosts}. It answers at "
-            f"{url} (API: {url}/openapi.json). In another shell:",
+            f"{self.settings.model}, {blocks} on {hosts}. It answers at {url} "
+            f"(API: {url}/openapi.json). In another shell:",
             f"  layershuffle classify IMAGE{address}",
             f"  layershuffle swarm status{address}",
             f"  layershuffle-host {dial} --token-file {quote(str(serving.token_file))}{authority}",

@@ -58,7 +58,7 @@ class DemoCommand(Command):
         model = ServedModel(served_directory(DEFAULT_MODEL))
         images = labelled_images(load(DEFAULT_MODEL), "digit-pairs", count=_REQUESTS)
         # Room for each block once, so that a dead host's blocks are lost.
-        memory = math.ceil(model.depth / _HOSTS) * model.weights[0].size
+        memory = math.ceil(len(model.hosted) / _HOSTS) * model.weights[0].size
         print(f"Starting {_HOSTS} hosts, each a process with its own blocks ...", flush=True)
         async with (
             running_service(model, token=secrets.token_hex(), copies=1) as (coordinator, remote),

@@ -141,6 +141,30 @@ class ExecutionOrder:
         newest = range(count, count + last)
         return ExecutionOrder(blocks, self.depth, (*self.versions[:count], *newest))
 
+    def within_ends(self, fixed: tuple[int, int]) -> ExecutionOrder:
+        """This order of blocks between the ends, with the ends `fixed` before and after it.
+
+        Each of them runs alone. Raises `UsageError` if the order has one of them already.
+
+            >>> str(ExecutionOrder((3, 1), depth=5).within_ends((1, 1)))
+            '0,3,1,4'
+        """
+        first, last = fixed
+        begin, end = range(first), range(self.depth - last, self.depth)
+        ends = sorted({*begin, *end}.intersection(self.blocks))
+        if ends:
+            raise UsageError(
+                f"The order {self} has block {ends[0]}, which keeps its place at an end of the "
+                "model and always runs there",
+                hint=f"name blocks from {first} to {self.depth - last - 1}",
+            )
+        blocks = (*begin, *self.blocks, *end)
+        if self.versions is None:
+            return ExecutionOrder(blocks, self.depth)
+        between = (first + version for version in self.versions)
+        after = first + len(self)
+        return ExecutionOrder(blocks, self.depth, (*begin, *between, *range(after, after + last)))
+
     def keeps_ends(self, fixed: tuple[int, int]) -> bool:
         """Whether the first and the last blocks of the model run in their place.
 
@@ -209,8 +233,13 @@ def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> Execut
     return blocks
 
 
-def check_ends(orders: Iterable[ExecutionOrder], fixed: tuple[int, int]) -> None:
-    """Raises `UsageError` for an order that moves the ends `fixed`, or leaves one out."""
+def check_ends(
+    orders: Iterable[ExecutionOrder], fixed: tuple[int, int], *, hint: str | None = None
+) -> None:
+    """Raises `UsageError` for an order that moves the ends `fixed`, or leaves one out.
+
+    `hint`: what to do then, where it is not to run the order all the same.
+    """
     if not any(fixed):
         return
     for order in orders:
@@ -222,7 +251,8 @@ def check_ends(orders: Iterable[ExecutionOrder], fixed: tuple[int, int]) -> None
             raise UsageError(
                 f"The order {order} does not keep the ends of the model, fixed=({first}, {last}): "
                 f"it has to {' and to '.join(places)}, each once and alone",
-                hint=f"draw orders with Shuffled(fixed=({first}, {last})), or run any order all "
+                hint=hint
+                or f"draw orders with Shuffled(fixed=({first}, {last})), or run any order all "
                 "the same: fixed=(0, 0), --fixed 0,0",
             )
 

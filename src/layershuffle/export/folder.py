@@ -10,7 +10,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.orders import order_of
+from layershuffle.core.orders import ExecutionOrder, check_ends, order_of
+from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.position import PositionedModel, backbone_of
-from layershuffle.core.stack import blocks_of, depth_of, running, stack_of
+from layershuffle.core.stack import blocks_of, depth_of, fixed_of, running, stack_of
 from layershuffle.core.tensors import logits_of, mapped, tensors_of
 from layershuffle.export.graphs import (
     OPSET,
@@ -74,7 +75,8 @@ def export_model(
 ) -> dict[str, Any]:
     """Write the model of `spec` to the directory `out` as ONNX files; returns the manifest.
 
-    `precision` is that of the blocks' weights; stem and head are fp32. With `data` (as for
+    `precision` is that of the blocks' weights; stem and head are fp32. Blocks that keep their place
+    (`BlockStack.fixed`) are in the graphs of stem and head. With `data` (as for
     `evaluate_spec`) the files are scored beside the model, in order and in drawn orders. Raises
     `StackError` for a model that cannot be cut into stem, blocks and head or that torch cannot
     export, `UsageError` for int8 without `data` or with more than a point lost,
@@ -90,22 +92,37 @@ def export_model(
         )
     images = _noise(model)
     others = _constants(model, images)
+    fixed = fixed_of(model)
+    hosted = drawn_blocks(depth_of(model), fixed)
+    blocks = [block_alone(block, others) for block in blocks_of(model)]
     with staged_directory(out) as stage, collector_paused():
-        state, _ = run_stem(model, images, forward=model)
+        # Stem and head run the whole model beside its blocks, and the blocks that keep their place;
+        # the graph loses what it does not need.
+        def stem(batch: Tensor) -> Tensor:
+            state, _ = run_stem(model, batch, forward=model)
+            for block in blocks[: hosted.start]:
+                state = block(state)
+            return state
 
-        # Each runs the whole model beside its blocks; the graph loses what it does not need.
         def head(state: Tensor) -> Tensor:
+            for block in blocks[hosted.stop :]:
+                state = block(state)
             blank = state.new_zeros((state.shape[0], *images.shape[1:]))
             return run_head(model, blank, state=state, forward=lambda x: logits_of(model(x), model))
 
-        stem = ModelPart(model, lambda batch: run_stem(model, batch, forward=model)[0])
-        _write_graph(stage / "stem.onnx", stem, images, ("images", "state"))
+        with torch.no_grad():
+            state = stem(images)
+        _write_graph(stage / "stem.onnx", ModelPart(model, stem), images, ("images", "state"))
         _write_graph(stage / "head.onnx", ModelPart(model, head), state, ("state", "logits"))
         facts = {
             **_facts(model, spec, precision=precision),
             "state": {"shape": list(state.shape[1:]), "dtype": "float32"},
-            **_write_blocks(stage, model, others=others, state=state, precision=precision),
+            **_write_blocks(
+                stage, [(n, blocks[n]) for n in hosted], state=state, precision=precision
+            ),
         }
+        if any(fixed):
+            facts["fixed"] = list(fixed)
         _write_manifest(stage, facts)
         facts["parity"] = {"logits": _compared(model, stage, images, precision=precision)}
         directory = own_directory(spec)
@@ -121,10 +138,12 @@ def export_model(
 def export_whole(spec: str, out: Path, *, order: str | None = None) -> dict[str, Any]:
     """Write the model of `spec`, in one order, as the single file model.onnx, with a manifest.
 
-    `order`: such as "3,0,2"; by default that of the model. Raises as `export_model`.
+    `order`: such as "3,0,2"; by default that of the model. Raises as `export_model`, and
+    `UsageError` for an order in which the ends of the model do not keep their place.
     """
     model = _opened(spec, out)
     chosen = order_of(range(depth_of(model)) if order is None else order, depth_of(model))
+    check_ends([chosen], fixed_of(model), hint="name the ends in their place, in --order")
     images = _noise(model)
     with staged_directory(out) as stage, torch.no_grad():
 
@@ -195,17 +214,17 @@ def _constants(model: nn.Module, images: Tensor) -> tuple[tuple[Any, ...], dict[
 @torch.no_grad()
 def _write_blocks(
     stage: Path,
-    model: nn.Module,
+    blocks: Sequence[tuple[int, ModelPart]],
     *,
-    others: tuple[tuple[Any, ...], dict[str, Any]],
     state: Tensor,
     precision: BlockPrecision,
 ) -> dict[str, Any]:
-    """Write graphs and weights of all blocks, each compared with torch; returns their facts."""
+    """Write graphs and weights of `blocks`, pairs of the id in the model and the block, each
+    compared with torch; returns their facts. `state` enters the first of them."""
     forms, graphs, facts = list[BlockForm](), dict[bytes, str](), list[dict[str, Any]]()
     speed = dict[str, Any]()
-    for block, module in enumerate(blocks_of(model)):
-        alone = block_alone(module, others)
+    for block, alone in blocks:
+        module = alone.model
         wanted = alone(state)
         # A block that computes in another way than those before has a graph of its own.
         for form in forms:
@@ -218,12 +237,12 @@ def _write_blocks(
             error = _block_error(files, state, wanted)
             _refuse_other_numbers(f"Block {block}", error, most=PARITY)
             forms.append(form)
-        if not block:
+        if not facts:
             speed["fp32_block_ms"] = _milliseconds(files, state)
         if precision != "fp32":
             files = form.files(module, precision)
             error = _block_error(files, state, wanted)
-        if not block:
+        if not facts:
             speed |= {"block_ms": _milliseconds(files, state), "processor": processor()}
         graph, weights = files
         if graph not in graphs:
@@ -271,12 +290,13 @@ def _refuse_other_numbers(what: str, error: float, *, most: float) -> None:
 def _compared(
     model: nn.Module, stage: Path, images: Tensor, *, precision: BlockPrecision
 ) -> dict[str, float]:
-    """The error of the logits through the files, in order and in reverse."""
-    exported, depth = load(f"dir:{stage}"), depth_of(model)
+    """The error of the logits through the files, in order and in reverse between the ends."""
+    exported, depth, fixed = load(f"dir:{stage}"), depth_of(model), fixed_of(model)
+    drawn = drawn_blocks(depth, fixed)
     errors = {}
-    for name, order in (("in_order", range(depth)), ("reversed", reversed(range(depth)))):
-        ran = order_of(list(order), depth)
-        with running(model, ran, fixed=(0, 0)), running(exported, ran):
+    for name, blocks in (("in_order", tuple(drawn)), ("reversed", tuple(reversed(drawn)))):
+        ran = ExecutionOrder(blocks, depth).within_ends(fixed)
+        with running(model, ran), running(exported, ran):
             errors[name] = _error(exported(images), logits_of(model(images), model))
         if precision == "fp32":
             _refuse_other_numbers("The model", errors[name], most=_LOGITS_PARITY)

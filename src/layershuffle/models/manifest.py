@@ -68,7 +68,9 @@ class Speed(_FromManifest):
 class ExportManifest(_FromManifest):
     """The part of manifest.json that running the files needs.
 
-    `weights`: the digest of the model in torch, which its calibration names.
+    `weights`: the digest of the model in torch, which its calibration names. `fixed`: how many
+    blocks at the beginning of the model are in stem.onnx, and how many at its end are in head.onnx.
+    `blocks` are the others, which hosts serve, in the order of their ids in the model (`hosted`).
     """
 
     schema_: Literal[2] = Field(alias="schema")
@@ -80,6 +82,7 @@ class ExportManifest(_FromManifest):
     trained: Trained
     state: StateForm
     speed: Speed
+    fixed: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (0, 0)
     blocks: tuple[StoredBlock, ...]
     files: dict[_FileName, StoredFile]
 
@@ -93,6 +96,16 @@ class ExportManifest(_FromManifest):
         if missing:
             raise ValueError(f"its files lack {', '.join(sorted(missing))}")
         return self
+
+    @property
+    def depth(self) -> int:
+        """The number of blocks of the model, with those in stem and head."""
+        return sum(self.fixed) + len(self.blocks)
+
+    @property
+    def hosted(self) -> range:
+        """The ids of `blocks` in the model."""
+        return range(self.fixed[0], self.depth - self.fixed[1])
 
     @property
     def file_view(self) -> ImageView:

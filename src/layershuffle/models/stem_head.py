@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from layershuffle.core.entries import Entry, placed
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
+from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.runs import changed, run_of
 from layershuffle.core.stack import running, stack_of, tap
 from layershuffle.core.tensors import state_of, tensor_of
@@ -57,8 +58,8 @@ def refuse_more_than_blocks(
 ) -> None:
     """Raises `StackError` if more happens between stem and head than the blocks do.
 
-    The blocks run in reverse order, by the backbone and one after the other outside of it; all
-    states and the output have to be equal.
+    The blocks between the ends run in reverse order, by the backbone and one after the other
+    outside of it; all states and the output have to be equal.
     """
     stack = stack_of(model)
     few = images[:2]
@@ -78,9 +79,10 @@ def refuse_more_than_blocks(
                 raise refusal
         return state
 
-    order = ExecutionOrder(tuple(reversed(range(stack.depth))), stack.depth)
+    drawn = drawn_blocks(stack.depth, stack.fixed)
+    order = ExecutionOrder(tuple(reversed(drawn)), stack.depth).within_ends(stack.fixed)
     with torch.no_grad():
-        with running(model, order, fixed=(0, 0)), tap(model) as tapped:
+        with running(model, order), tap(model) as tapped:
             output = forward(few)
         again = in_place_of_blocks(model, one_by_one, forward=lambda: forward(few))
     if not torch.equal(again, output):

@@ -406,7 +406,7 @@ def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
     """The model in a directory; `base`: the name of one that somebody else put on the hub."""
     directory = _model_directory(place)
     if (directory / MANIFEST).is_file():
-        return wrap(_library("onnxruntime").read(directory, seed=seed), "blocks")
+        return _library("onnxruntime").read(directory, seed=seed)
     if not (directory / METADATA_FILE).is_file():
         return _built_by_its_library(directory, seed, base)
     metadata = read_metadata(directory)

@@ -23,7 +23,7 @@ from torchvision.utils import make_grid
 
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
-from layershuffle.core.stack import depth_of, running, wrap
+from layershuffle.core.stack import depth_of, fixed_of, running, wrap
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.class_names import numbered
@@ -93,6 +93,14 @@ class Workbench:
         first, *others = self.models.values()
         self.depth = depth_of(first)
         self.view = file_view(first)
+        # An order has to suit all models: one without ends runs in every order.
+        begins = 0
+        ends = 0
+        for model in self.models.values():
+            kept_first, kept_last = fixed_of(model)
+            begins = max(begins, kept_first)
+            ends = max(ends, kept_last)
+        self.fixed = (begins, ends)
         self.labels = class_names_of(first) or numbered(num_classes_of(first))
         kind = (self.depth, self.view, num_classes_of(first))
         for model in others:
@@ -112,7 +120,7 @@ class Workbench:
         """
         together = threading.Barrier(_THREADS)
         blank = torch.zeros(1, self.view.channels, self.view.height, self.view.width)
-        everything = order_of(range(self.depth), self.depth)
+        everything = ExecutionOrder.sequential(self.depth)
 
         def run_all() -> None:
             together.wait()  # or one thread would take the turns of both
@@ -125,9 +133,9 @@ class Workbench:
     def facts(self) -> dict[str, object]:
         """The facts that the page must know before it can draw.
 
-        They are the depth, width and height of the images, whether there are test pictures
-        (`pairs`), name and title of every model by its role, and what is known of their training
-        (`training`).
+        They are the depth, the numbers of first and last blocks that keep their place (`fixed`),
+        width and height of the images, whether there are test pictures (`pairs`), name and title of
+        every model by its role, and what is known of their training (`training`).
         """
         records: dict[Role, Mapping[str, Any]] = {}
         models: dict[Role, dict[str, str]] = {}
@@ -137,6 +145,7 @@ class Workbench:
             models[role] = {"name": self.names.get(role, ""), "title": model_title(record)}
         return {
             "depth": self.depth,
+            "fixed": self.fixed,
             "width": self.view.width,
             "height": self.view.height,
             "pairs": self.pictures is not None,
@@ -153,11 +162,11 @@ class Workbench:
         return file.getvalue(), [self.labels[index] for index in pictures.classes.tolist()]
 
     def order(self, text: str) -> ExecutionOrder:
-        """The order that a visitor names.
+        """The order that a visitor names, by its blocks between the ends, with the ends around it.
 
-        Raises `UsageError` for an invalid order, and for too many steps.
+        Raises `UsageError` for an invalid order, one that names an end, and too many steps.
         """
-        order = order_of(text, self.depth)
+        order = order_of(text, self.depth).within_ends(self.fixed)
         if len(order) > MAX_PASSES * self.depth:
             raise UsageError(
                 f"{len(order)} steps are too many", hint=f"take {MAX_PASSES * self.depth} at most"

@@ -124,7 +124,7 @@ async function start() {
     changed: () => (strip.refused ? strip.set(strip.rounds) : update()),
     seen,
   });
-  strip = new Strip(facts.depth, {
+  strip = new Strip(facts, {
     changed: (text) => {
       order = text;
       times = {}; // more blocks take longer
@@ -137,7 +137,7 @@ async function start() {
     },
   });
   if (facts.pairs) await picture.loadPairs();
-  if (facts.depth === FIRST.length) strip.set(FIRST.map((block) => [block]));
+  if (strip.blocks.length === FIRST.length) strip.set(FIRST.map((block) => [block]));
   else strip.rearrange("shuffle");
   if (facts.pairs) picture.showPair(0);
   else {

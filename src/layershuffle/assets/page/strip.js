@@ -8,7 +8,10 @@ import { at, hue, make, say } from "./dom.js";
 const FAR = 6; // CSS pixels after which a press is a drag
 const EDGE = 0.3; // of a round's width: beyond it a drop goes between rounds, else beside
 
-function parse(text, depth) {
+// Blocks that keep their place run with stem and head, and stand in no order of the strip.
+// `blocks`: the others, ascending.
+
+function parse(text, blocks) {
   const rounds = text.split(",").map((word) => word.split("+").map((id) => {
     if (!/^\s*\d{1,4}\s*$/.test(id)) {
       throw new Error(`"${id.trim()}" is no block: write numbers with commas, as in 3,0,2`);
@@ -16,7 +19,9 @@ function parse(text, depth) {
     return Number(id);
   }));
   for (const block of rounds.flat()) {
-    if (block >= depth) throw new Error(`There is no block ${block}: they are 0 to ${depth - 1}`);
+    if (!blocks.includes(block)) {
+      throw new Error(`There is no block ${block} to move: they are ${blocks[0]} to ${blocks.at(-1)}`);
+    }
   }
   if (rounds.some((round) => new Set(round).size < round.length)) {
     throw new Error("A block cannot run beside itself");
@@ -26,19 +31,27 @@ function parse(text, depth) {
 
 const format = (rounds) => rounds.map((round) => round.join("+")).join(",");
 
-const sequential = (depth) => Array.from({ length: depth }, (_, block) => [block]);
+const sequential = (blocks) => blocks.map((block) => [block]);
 
 // All blocks, one after the other, by Fisher and Yates.
-function shuffled(depth) {
-  const blocks = sequential(depth);
-  for (let last = blocks.length - 1; last > 0; last -= 1) {
+function shuffled(blocks) {
+  const rounds = sequential(blocks);
+  for (let last = rounds.length - 1; last > 0; last -= 1) {
     const other = Math.floor(Math.random() * (last + 1));
-    [blocks[last], blocks[other]] = [blocks[other], blocks[last]];
+    [rounds[last], rounds[other]] = [rounds[other], rounds[last]];
   }
-  return blocks;
+  return rounds;
 }
 
-const leftOut = (rounds, depth) => sequential(depth).flat().filter((block) => !rounds.flat().includes(block));
+const leftOut = (rounds, blocks) => blocks.filter((block) => !rounds.flat().includes(block));
+
+// What runs with stem and head, as a sentence; "" if nothing does.
+function endsAround(blocks, depth) {
+  const all = [...Array(depth).keys()];
+  const ends = [["stem", all.slice(0, blocks[0])], ["head", all.slice(blocks.at(-1) + 1)]];
+  const words = ends.filter(([, own]) => own.length).map(([part, own]) => `${own.join(", ")} with the ${part}`);
+  return words.length ? `In their place: ${words.join("; ")}.` : "";
+}
 
 // Without the block at the place; a round that is empty then stays, so that numbers hold.
 function lifted(rounds, [round, index]) {
@@ -87,10 +100,12 @@ function leaveOut(rounds, place) {
 
 // `changed`: called with every order, as text; `refused`: called when one that was typed is none.
 export class Strip {
-  constructor(depth, { changed, refused }) {
+  constructor({ depth, fixed: [first, last] }, { changed, refused }) {
     this.depth = depth;
+    this.blocks = [...Array(depth).keys()].slice(first, depth - last);
     this.changed = changed;
-    this.rounds = sequential(depth);
+    this.rounds = sequential(this.blocks);
+    say(at("ends"), endsAround(this.blocks, depth));
     this.refused = false; // whether the field holds an order that was refused
     this.place = [0, 0];
     this.list = at("strip");
@@ -104,7 +119,7 @@ export class Strip {
     at("order-form").addEventListener("submit", (event) => {
       event.preventDefault();
       try {
-        this.set(parse(at("order").value, depth));
+        this.set(parse(at("order").value, this.blocks));
       } catch (error) {
         // Where it was typed, not in the line below the page's fold.
         say(at("order-error"), error.message);
@@ -125,9 +140,9 @@ export class Strip {
   }
 
   rearrange(how) {
-    if (how === "shuffle") this.set(shuffled(this.depth));
+    if (how === "shuffle") this.set(shuffled(this.blocks));
     if (how === "reverse") this.set([...this.rounds].reverse());
-    if (how === "sequential") this.set(sequential(this.depth));
+    if (how === "sequential") this.set(sequential(this.blocks));
   }
 
   act(what) {
@@ -178,7 +193,7 @@ export class Strip {
     const r = Math.min(round, rounds.length - 1);
     this.place = [r, Math.min(index, rounds[r].length - 1)];
     this.list.replaceChildren(...rounds.map((ids, at_) => this.round(ids, at_)));
-    const out = leftOut(rounds, this.depth);
+    const out = leftOut(rounds, this.blocks);
     at("tray").replaceChildren(
       out.length ? "Left out:" : "No block is left out.",
       ...out.map((block) => this.spare(block)),

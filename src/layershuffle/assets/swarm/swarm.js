@@ -84,13 +84,18 @@ function chips(blocks) {
 
 const range = ({ top1, low, high }) => `${top1.toFixed(1)} % (${low.toFixed(1)} to ${high.toFixed(1)})`;
 
+// How many blocks hosts serve; those that keep their place run with stem and head at the gateway.
+const served = ({ depth: all, fixed: [first, last] }) => all - first - last;
+
 function showState(swarm) {
   ({ depth } = swarm);
   showHosts(swarm.hosts);
   answerCard.showModel({ title: "The answer", name: swarm.model });
   const working = swarm.hosts.filter((host) => host.condition === "healthy").length;
   const missing = swarm.unreachable_blocks;
-  const now = [`${working} of ${swarm.hosts.length} hosts work`, `${depth - missing.length} of ${depth} blocks can run`];
+  const hosted = served(swarm);
+  const now = [`${working} of ${swarm.hosts.length} hosts work`, `${hosted - missing.length} of ${hosted} blocks can run`];
+  if (hosted < depth) now.push(`${depth - hosted} more run with stem and head`);
   if (missing.length) now.push(`no host has ${missing.join(", ")}`);
   now.push(swarm.expected ? `expected to be right: ${range(swarm.expected)}` : swarm.expected_why);
   say(at("now"), now.filter(Boolean).join(" \u00b7 "));
@@ -151,7 +156,7 @@ function showWalk(answer) {
   for (const hop of answer.route) bars.get(hop.host)?.push(bar(hop, whole));
   for (const [name, own] of bars) lines.get(name).replaceChildren(...own);
   const ran = new Set(answer.blocks).size;
-  say(at("walk-text"), `Newest request: ${ran} of ${answer.depth} blocks in ${answer.ms.total.toFixed(0)} ms`);
+  say(at("walk-text"), `Newest request: ${ran} of ${served(answer)} blocks in ${answer.ms.total.toFixed(0)} ms`);
   const reasons = Map.groupBy(answer.skipped, (skip) => skip.why);
   const skipped = [...reasons].map(([why, skips]) => `Skipped ${skips.map((skip) => skip.block).join(", ")}: ${why}.`);
   const troubles = answer.route.filter((hop) => hop.why);

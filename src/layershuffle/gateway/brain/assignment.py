@@ -60,9 +60,9 @@ Assignment = Mapping[str, frozenset[int]]
 
 
 def assign(
-    devices: Iterable[Holder], blocks: Sequence[BlockFile], *, copies: int = COPIES
+    devices: Iterable[Holder], blocks: Sequence[BlockFile], *, first: int = 0, copies: int = COPIES
 ) -> Assignment:
-    """The blocks of every device, by its name.
+    """The blocks of every device, by its name; `first` is the id of the first of `blocks`.
 
     Each block has `copies` holders where memory allows, fast devices hold more than slow ones, and
     none has less than its share of them while it has room. One with more gives up what enough
@@ -73,7 +73,10 @@ def assign(
         assign([Holder("pi", memory=10)], [BlockFile("a", 4), BlockFile("b", 4)])
     """
     table = _Table(
-        {d.name: d for d in sorted(devices, key=lambda d: d.name)}, blocks, copies=copies
+        {d.name: d for d in sorted(devices, key=lambda d: d.name)},
+        blocks,
+        first=first,
+        copies=copies,
     )
     for wanted in range(1, copies + 1):
         # All blocks get their first holder before any gets its second.
@@ -107,12 +110,17 @@ class _Table:
     """Who holds which file, while it is decided."""
 
     def __init__(
-        self, devices: Mapping[str, Holder], blocks: Sequence[BlockFile], *, copies: int
+        self,
+        devices: Mapping[str, Holder],
+        blocks: Sequence[BlockFile],
+        *,
+        first: int,
+        copies: int,
     ) -> None:
         self.devices = devices
         self.size = {file.digest: file.size for file in blocks}
         self.places: dict[str, list[int]] = {}
-        for place, file in enumerate(blocks):
+        for place, file in enumerate(blocks, start=first):
             self.places.setdefault(file.digest, []).append(place)
         self.holders: dict[str, list[str]] = {digest: [] for digest in self.places}
         self.files: dict[str, list[str]] = {name: [] for name in devices}

@@ -103,7 +103,8 @@ class Route:
     `order`: the blocks that ran, in execution order; `versions`: the version of the state that each
     of them read (`core.orders`); `skipped`: the other blocks with the reasons. `ending`: complete,
     sure (the answer was as sure as asked for), deadline (the time was up) or unreachable (no
-    healthy host held a missing block). `ms`: total milliseconds.
+    healthy host held a missing block). `ms`: total milliseconds. `fixed`: how many first and last
+    blocks of the model keep their place; stem and head run them, and no route has them.
     """
 
     depth: int
@@ -113,6 +114,7 @@ class Route:
     hops: tuple[Visited, ...]
     ending: Ending
     ms: float
+    fixed: tuple[int, int] = (0, 0)
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:

@@ -43,7 +43,7 @@ class UnderWay:
 
 @dataclass(eq=False, slots=True)
 class RequestProgress:
-    """The progress of a request.
+    """The progress of a request that is to run `blocks`.
 
     `done`: blocks that ran, in order, and `versions`: the version of the state that each of them
     read. `deadline`: when the answer must be ready, in seconds of the router's clock. `min_blocks`:
@@ -52,7 +52,7 @@ class RequestProgress:
     right; the request ends when it reaches `confidence`.
     """
 
-    depth: int
+    blocks: Sequence[int]
     deadline: float
     min_blocks: int = 1
     done: list[int] = field(default_factory=list)
@@ -91,14 +91,13 @@ def decide(
     No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
     version, and none more often than `rounds` allows.
     """
-    depth = progress.depth
     ran = set(progress.done)
     # Head and answer must still fit in after the last visit.
     ends = progress.deadline - limits.reserve_ms / 1000
     left = ends - now
     sure = progress.confidence is not None and progress.chance >= progress.confidence
     ended: Ending | None = None
-    if len(ran) == depth:
+    if len(ran) == len(progress.blocks):
         ended = "complete"
     elif sure and len(ran) >= progress.min_blocks:
         ended = "sure"
@@ -108,7 +107,7 @@ def decide(
         return ended
     busy = {visit.block for visit in progress.under_way if not visit.late}
     begun = ran | busy
-    missing = [block for block in range(depth) if block not in begun]
+    missing = [block for block in progress.blocks if block not in begun]
     copies = swarm.copies()
     first = [block for block in missing if copies[block]]
     if len(busy) >= side_by_side(len(begun) + len(first), swarm, rounds=rounds, walks=walks):
@@ -238,7 +237,7 @@ def strikes(visit: Visit, outcome: Outcome, *, over: bool, again: bool) -> bool:
 
 def skipped(progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> dict[int, str]:
     """Every block that did not run, with a reason for the user."""
-    missing = [block for block in range(progress.depth) if block not in progress.done]
+    missing = [block for block in progress.blocks if block not in progress.done]
     return {block: _reason(block, progress, swarm, ending=ending) for block in missing}
 
 

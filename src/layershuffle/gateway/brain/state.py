@@ -110,10 +110,10 @@ class Swarm(Mapping[str, HostView]):
         blocks = (host.blocks for host in self._hosts.values() if host.usable)
         return Counter(chain.from_iterable(blocks))
 
-    def lacking(self, depth: int) -> list[int]:
-        """Which of so many blocks no usable host holds."""
+    def lacking(self, blocks: Iterable[int]) -> list[int]:
+        """Which of these blocks no usable host holds."""
         copies = self.copies()
-        return [block for block in range(depth) if not copies[block]]
+        return [block for block in blocks if not copies[block]]
 
     @property
     def usable_hosts(self) -> int:

@@ -46,6 +46,7 @@ class CalibrationFacts(CalibrationPart):
 class CellAccuracy(CalibrationPart):
     """Top-1 in percent of a cell: `kept` blocks ran, each `passes` times, `parallel` at once.
 
+    Blocks that keep their place run for every answer, and are not counted.
     `top1` is the mean over orders, `low` and `high` are its 95 % interval, `sd_orders` is its
     spread. Nine of ten orders, which keep different blocks, lie between `orders_low` and
     `orders_high`.

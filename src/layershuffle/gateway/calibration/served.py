@@ -38,8 +38,10 @@ _log = logging.getLogger(__name__)
 class ServedModel:
     """The exported model in `directory`, which its `manifest` describes.
 
-    `quantised`: whether blocks compute in int8, which rounds differently on other processors.
-    Raises `ModelFileError` for files that are not those of the manifest.
+    `depth`: the number of its blocks; `hosted`: the ids of those that hosts serve. The others keep
+    their place, and stem and head have them. `quantised`: whether blocks compute in int8, which
+    rounds differently on other processors. Raises `ModelFileError` for files that are not those of
+    the manifest.
 
         model = ServedModel(Path("digits"))
         logits = model.head(model.stem(images))
@@ -49,7 +51,8 @@ class ServedModel:
         self.directory = directory
         self.manifest = read_manifest(directory)
         self.shape = self.manifest.state.shape
-        self.depth = len(self.manifest.blocks)
+        self.depth = self.manifest.depth
+        self.hosted = self.manifest.hosted
         self._stem = self._session("stem.onnx")
         self._head = self._session("head.onnx")
         self.quantised = False
@@ -69,7 +72,7 @@ class ServedModel:
 
     @cached_property
     def weights(self) -> tuple[BlockFile, ...]:
-        """The weights of every block."""
+        """The weights of every block in `hosted`."""
         files: list[BlockFile] = []
         for block in self.manifest.blocks:
             stored = self.manifest.files[block.weights]
@@ -77,8 +80,8 @@ class ServedModel:
         return tuple(files)
 
     def entry(self, block: int) -> dict[str, Any]:
-        """A block as an `assign` message names it; its slot is its number."""
-        stored = self.manifest.blocks[block]
+        """A block as an `assign` message names it; its slot is its id in the model."""
+        stored = self.manifest.blocks[self.hosted.index(block)]
         return {
             "slot": block,
             "graph": self.manifest.files[stored.graph].model_dump(),
@@ -106,9 +109,10 @@ class ServedModel:
         return await asyncio.to_thread(self._computed, block, state)
 
     def _computed(self, block: int, state: State) -> State:
-        digest = self.weights[block].digest
+        place = self.hosted.index(block)
+        digest = self.weights[place].digest
         if digest not in self._blocks:
-            stored = self.manifest.blocks[block]
+            stored = self.manifest.blocks[place]
             graph = self._content(stored.graph)
             weights = self._content(stored.weights)
             self._blocks[digest] = Block(graph, weights, shape=self.shape, threads=1)

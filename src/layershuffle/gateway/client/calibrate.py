@@ -21,10 +21,10 @@ from layershuffle.core.checks.trials import forget
 from layershuffle.core.evaluation import Score, evaluate, micro_batches
 from layershuffle.core.forwards import run_many
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.policies import Shuffled
+from layershuffle.core.policies import Shuffled, drawn_blocks
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.runs import in_eval
-from layershuffle.core.stack import blocks_of, depth_of, stack_of, wrap
+from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of, wrap
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.batches import DeviceBatches
@@ -75,6 +75,9 @@ def calibrate(
 ) -> Calibration:
     """Measure `model` on the test split of the data spec, with 1 to all blocks, in one pass.
 
+    If it has ends that keep their place, they run for every answer, and blocks are counted without
+    them, because only the others can be lost.
+
     Then fit, on as many held-out images, how sure its answers are (`sureness`). `progress` is
     called with the images done. Raises `StackError` for models that a swarm cannot serve,
     `DataError` for data with other classes, `UsageError` for fewer than two orders.
@@ -86,17 +89,22 @@ def calibrate(
     tested = _opened(host, data, DataOptions(train=False, max_test=images))
     # The weights of exported files are not in the module; their manifest names them.
     weights = host.manifest.weights if isinstance(host, ExportedModel) else weights_digest(host)
-    depth = depth_of(host)
-    permutations = [Shuffled().draw(depth, seed=seed, step=k).blocks for k in range(orders)]
+    depth, fixed = depth_of(host), fixed_of(host)
+    hosted = drawn_blocks(depth, fixed)
+    permutations = [
+        Shuffled(fixed=fixed).draw(depth, seed=seed, step=k).blocks[hosted.start : hosted.stop]
+        for k in range(orders)
+    ]
     batches = _batches(host.to(device_of(device)), tested, _TEST, batch_size)
-    cells, split = cells_of(depth, parallel=_PARALLEL), tested.splits[_TEST]
-    ways = [overlapped(p, cell, depth=depth) for cell in cells for p in permutations]
+    cells, split = cells_of(len(hosted), parallel=_PARALLEL), tested.splits[_TEST]
+    walks = [overlapped(p, cell, depth=depth) for cell in cells for p in permutations]
     # Those with a last block that is 1, 2 ... versions late.
-    ways += [late_last(p, age, depth=depth) for age in range(1, depth) for p in permutations]
+    for age in range(1, len(hosted)):
+        walks += [late_last(p, age, depth=depth) for p in permutations]
     scores = evaluate(
         host,
         batches,
-        orders=ways,
+        orders=[walk.within_ends(fixed) for walk in walks],
         on_images=lambda done: progress("images", done, split.size),
     )
     each = [scores[i : i + orders] for i in range(0, len(scores), orders)]
@@ -244,11 +252,16 @@ def _sureness(
 def answers_by_blocks(
     host: nn.Module, batches: DeviceBatches, *, permutations: Sequence[tuple[int, ...]]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Logits `[orders, depth, images, classes]` after 1, 2 ... blocks of every order, and labels
-    `[images]`."""
-    depth = depth_of(host)
-    orders = [ExecutionOrder(blocks, depth) for blocks in permutations]
-    cuts = [order.beginning(count) for order in orders for count in range(1, depth + 1)]
+    """Logits `[orders, blocks, images, classes]` after 1, 2 ... blocks of every permutation, and
+    labels `[images]`. `permutations` are of the blocks between the ends of `host`, which run too.
+    """
+    depth, fixed = depth_of(host), fixed_of(host)
+    counts = len(drawn_blocks(depth, fixed))
+    cuts = [
+        ExecutionOrder(blocks[:count], depth).within_ends(fixed)
+        for blocks in permutations
+        for count in range(1, counts + 1)
+    ]
     parts: list[NDArray[np.float32]] = []
     truth: list[NDArray[np.int64]] = []
     forget(stack_of(host))
@@ -257,6 +270,6 @@ def answers_by_blocks(
             for pixels, labels in micro_batches(host, batch):
                 answers = dict(run_many(host, pixels, orders=cuts))
                 every = torch.stack([answers[place].float() for place in range(len(cuts))])
-                parts.append(every.view(len(orders), depth, *every.shape[1:]).cpu().numpy())
+                parts.append(every.view(len(permutations), counts, *every.shape[1:]).cpu().numpy())
                 truth.append(labels.cpu().numpy())
     return np.concatenate(parts, axis=2), np.concatenate(truth)

@@ -106,7 +106,7 @@ class Coordinator:
             for name in sorted(up - reported):
                 reported.add(name)
                 say(f"{name} is up with {counted(len(self.router.swarm[name].blocks), 'block')}")
-            lacking = self.router.swarm.lacking(self.model.depth)
+            lacking = self.router.swarm.lacking(self.model.hosted)
             loading = any(m.assigned.intersection(lacking) for m in self.members.values())
             if (len(up) >= hosts and not loading) or self.router.clock() >= end:
                 return lacking
@@ -265,7 +265,7 @@ class Coordinator:
             for name, member in self.members.items()
             if swarm[name].condition in ("healthy", "suspect")
         }
-        whole = not swarm.lacking(self.model.depth)
+        whole = not swarm.lacking(self.model.hosted)
         self._departed = {
             name: (device, since)
             for name, (device, since) in self._departed.items()
@@ -276,7 +276,9 @@ class Coordinator:
         if devices == self._planned:
             return
         self._planned = devices
-        for name, blocks in assign(devices, self.model.weights, copies=self.copies).items():
+        first = self.model.hosted.start
+        given = assign(devices, self.model.weights, first=first, copies=self.copies)
+        for name, blocks in given.items():
             if name in present and blocks != present[name].blocks:
                 self._give(name, blocks)
 
@@ -338,12 +340,13 @@ class Coordinator:
             raise UsageError(f"There is no host {name!r}", hint=f"hosts: {names}")
 
 
-def _references_of(model: ServedModel) -> list[Reference]:
+def _references_of(model: ServedModel) -> dict[int, Reference]:
+    """What every block that hosts serve has to answer, by its id."""
     rounding = ROUNDING["int8"] if model.quantised else 0.0
-    return [
-        Reference(model.sample, partial(model.compute, block), file.digest, rounding)
-        for block, file in enumerate(model.weights)
-    ]
+    return {
+        block: Reference(model.sample, partial(model.compute, block), file.digest, rounding)
+        for block, file in zip(model.hosted, model.weights, strict=True)
+    }
 
 
 def _loaded(host: HostView, block: int) -> HostView:

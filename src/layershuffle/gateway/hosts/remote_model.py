@@ -78,7 +78,6 @@ class RemoteModel:
     ) -> None:
         self.model = model
         self.router = router
-        self.depth = model.depth
         self.calibration = calibration
         self.temperatures = () if calibration is None else calibration.temperatures
         self.router.rounds = rounds_of(calibration)
@@ -167,7 +166,8 @@ def check_enough(route: Route, *, min_blocks: int) -> None:
     if route.kept < min_blocks:
         why = sorted(set(route.skipped.values()))
         raise NotAnswered(
-            f"{route.kept} of {route.depth} blocks could be run, {min_blocks} are needed "
+            f"{route.kept} of {route.depth - sum(route.fixed)} blocks could be run, {min_blocks} "
+            "are needed "
             f"({'; '.join(why[:3]) or 'no reason known'})",
             hint="try again later, allow a later deadline, or ask for fewer blocks (min_blocks; on "
             "a command line --min-blocks)",

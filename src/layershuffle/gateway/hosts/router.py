@@ -80,6 +80,8 @@ class Walk(RequestProgress):
 class Router:
     """Sends states through the swarm. `swarm` is its knowledge about the hosts.
 
+    `depth`: the number of blocks of the model; `fixed`: how many first and last ones keep their
+    place in stem and head. Hosts serve the others, `hosted`.
     `rounds` (how many blocks run side by side, and how often) may be changed at any time; a running
     request keeps what it began with. Each of `observers` is called with every hop and the states
     around it (metrics and audits use this).
@@ -90,6 +92,7 @@ class Router:
         transport: Transport,
         *,
         depth: int,
+        fixed: tuple[int, int] = (0, 0),
         limits: Limits,
         wire: Wire = "fp32",
         rounds: Rounds = QUEUE,
@@ -97,6 +100,8 @@ class Router:
     ) -> None:
         self.transport = transport
         self.depth = depth
+        self.fixed = fixed
+        self.hosted = range(fixed[0], depth - fixed[1])
         self.limits = limits
         self.wire: Wire = wire
         self.clock = clock
@@ -147,7 +152,7 @@ class Router:
         of it is under way.
         """
         walk = Walk(
-            depth=self.depth,
+            blocks=self.hosted,
             deadline=deadline,
             min_blocks=min_blocks,
             confidence=confidence,
@@ -246,6 +251,7 @@ class Router:
             hops=tuple(walk.hops),
             ending=ending,
             ms=(self.clock() - walk.started) * _MILLI,
+            fixed=self.fixed,
         )
 
     def _call(self, walk: Walk, visit: Visit, *, now: float) -> PendingVisit:

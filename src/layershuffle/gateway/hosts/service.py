@@ -34,7 +34,13 @@ async def running_service(
     """The swarm of `model`, without hosts, and the model that answers by it. Hosts dial in to the
     routes of the coordinator's `members`, and know `token`."""
     members = Members(model, token=token)
-    router = Router(members, depth=model.depth, limits=limits or Limits(), wire=wire)
+    router = Router(
+        members,
+        depth=model.depth,
+        fixed=model.manifest.fixed,
+        limits=limits or Limits(),
+        wire=wire,
+    )
     coordinator = Coordinator(model, router=router, members=members, copies=copies)
     remote_model = RemoteModel(model, router, calibration=calibration_of(model))
     try:

@@ -36,6 +36,15 @@ Reason = Annotated[str, AfterValidator(encodable)]
 """Text from hosts, made encodable."""
 
 
+FixedEnds = Annotated[
+    tuple[int, int],
+    Field(
+        description="How many blocks at the beginning and at the end of the model keep their "
+        "place. The gateway runs them with stem and head for every answer, and no host serves one."
+    ),
+]
+
+
 class Guess(BaseModel):
     """A class and its probability (0 to 1)."""
 
@@ -89,7 +98,8 @@ class Classification(BaseModel):
         "was never measured.",
     )
     depth: int = Field(description="Number of blocks of the model.")
-    blocks: list[int] = Field(description="Blocks that ran, in execution order.")
+    fixed: FixedEnds = (0, 0)
+    blocks: list[int] = Field(description="Blocks that ran on hosts, in execution order.")
     versions: list[int] = Field(
         description="The version of the state that each block read; version k is the state after "
         "k steps. A block that read an older version added its residual to the newest."
@@ -152,6 +162,7 @@ class SwarmAnswer(BaseModel):
 
     model: str
     depth: int
+    fixed: FixedEnds = (0, 0)
     unreachable_blocks: list[int] = Field(description="Blocks that no usable host holds.")
     hosts: list[HostAnswer]
     counters: dict[str, int] = Field(description="Requests by outcome since the start.")
@@ -204,6 +215,7 @@ def classification(
         top=guesses,
         chance=None if classified.temperature is None else guesses[0].probability,
         depth=route.depth,
+        fixed=route.fixed,
         blocks=list(route.order),
         versions=list(route.versions),
         # Sorted, so that two answers of one route are equal as text.

@@ -49,7 +49,7 @@ class Metrics(Collector):
         self.requests: Counter[str] = Counter()
         self.hops: dict[str, Counter[Outcome]] = {}
         # One bucket for each number of blocks, so that nothing is rounded.
-        blocks = tuple(range(1, gateway.router.depth + 1))
+        blocks = tuple(range(1, len(gateway.router.hosted) + 1))
         self._seconds = prometheus.Histogram(
             "layershuffle_request_seconds",
             "Time of answered requests.",
@@ -92,9 +92,9 @@ class Metrics(Collector):
         """Whether requests can be answered now, and what will fail if nobody acts."""
         gateway = self._gateway
         router = gateway.router
-        missing = router.swarm.lacking(router.depth)
+        missing = router.swarm.lacking(router.hosted)
         reasons = []
-        if len(missing) == router.depth:
+        if len(missing) == len(router.hosted):
             reasons.append("no usable host holds a block")
         elif missing:
             reasons.append(f"no usable host holds block {', '.join(map(str, missing))}")
@@ -105,7 +105,7 @@ class Metrics(Collector):
                 reasons.append(trouble.text)
         return Health(
             # One block is enough for an answer, though a poor one, and answers need no watch.
-            ok=len(missing) < router.depth,
+            ok=len(missing) < len(router.hosted),
             why="; ".join(reasons),
         )
 
@@ -138,7 +138,8 @@ class Metrics(Collector):
         return SwarmAnswer(
             model=gateway.model,
             depth=router.depth,
-            unreachable_blocks=router.swarm.lacking(router.depth),
+            fixed=router.fixed,
+            unreachable_blocks=router.swarm.lacking(router.hosted),
             hosts=hosts,
             counters=dict(self.requests),
             audits=Audits(audited=health.audited, disagreed=health.disagreed),
@@ -154,12 +155,13 @@ class Metrics(Collector):
         """The current values of all metrics but the histograms; prometheus_client calls this."""
         swarm = self.swarm()
         upkeep = self._gateway.upkeep
-        reachable = swarm.depth - len(swarm.unreachable_blocks)
+        hosted = swarm.depth - sum(swarm.fixed)
+        reachable = hosted - len(swarm.unreachable_blocks)
         yield from _counters(swarm, self.hops)
         yield from _host_gauges(swarm.hosts)
         gauges = {
             "reachable_blocks": ("Blocks that a usable host holds.", reachable),
-            "depth": ("Blocks of the model.", swarm.depth),
+            "depth": ("Blocks that hosts serve.", hosted),
             "watching": (
                 "1 while hosts are watched and brought back.",
                 self._gateway.coordinator.watching,

@@ -132,7 +132,7 @@ class Gateway:
 
     def _check(self, options: Options) -> None:
         """Raises `UsageError` for more blocks than there are, and an impossible deadline."""
-        most = self.remote_model.depth
+        most = len(self.router.hosted)
         if options.min_blocks is not None and options.min_blocks > most:
             raise UsageError(
                 f"min_blocks is {options.min_blocks}, but at most {most} blocks can run",
@@ -161,7 +161,7 @@ class Gateway:
     def expected_now(self) -> tuple[Expected | None, str]:
         """The accuracy to expect if all reachable blocks run, or `None` and the reason."""
         router = self.router
-        reachable = router.depth - len(router.swarm.lacking(router.depth))
+        reachable = len(router.hosted) - len(router.swarm.lacking(router.hosted))
         if not reachable:
             return self._expected(None)
         rounds = router.rounds
