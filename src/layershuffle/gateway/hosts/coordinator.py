@@ -244,7 +244,7 @@ class Coordinator:
         for name, member in self.members.items():
             loading = self._loading[name]
             missing = member.assigned - swarm[name].blocks - loading.failed
-            files = [self.model.weights[block] for block in missing]
+            files = [self.model.weights[self.model.hosted.index(block)] for block in missing]
             if overdue(loading, files, now=now, limits=self.router.limits):
                 blocks = ", ".join(map(str, sorted(missing)))
                 seconds = now - loading.since
