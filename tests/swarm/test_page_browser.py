@@ -161,7 +161,7 @@ def test_everything_is_done_by_keyboard_alone(tab):
     assert tab.order().endswith(",11,2")
     tab.page.locator("#order").fill("3,12")
     press("Enter")
-    assert tab.text("#order-error") == "There is no block 12: they are 0 to 11"
+    assert tab.text("#order-error") == "There is no block 12 to move: they are 0 to 11"
     assert tab.page.get_attribute("#order", "aria-invalid") == "true"
     tab.page.locator("#order").fill("3,1")
     press("Enter")
@@ -233,7 +233,7 @@ def test_what_is_said_of_an_order_goes_with_it(tab):
 def test_a_refused_order_leaves_no_answer_and_another_picture_its_own_order(tab):
     tab.page.locator("#order").fill("3,12")
     tab.page.keyboard.press("Enter")
-    assert tab.text("#order-error") == "There is no block 12: they are 0 to 11"
+    assert tab.text("#order-error") == "There is no block 12 to move: they are 0 to 11"
     assert nothing_is_said(tab)
     tab.page.click("text=Next picture")
     tab.settled()
