@@ -1,7 +1,7 @@
 """The processes that train together, as torchrun starts them, and the messages between them.
 
 One process is the common case; then everything below works without torch.distributed.
-Messages go from host to host over gloo, so no GPU has to be waited for.
+Messages go from CPU to CPU over gloo, so no GPU has to be waited for.
 """
 
 from __future__ import annotations

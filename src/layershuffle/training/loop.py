@@ -41,7 +41,7 @@ spent waiting for data, both in percent), "scoring" (step, images that were scor
 "complete" (steps) alone."""
 Tell = Callable[..., None]
 _clock = time.perf_counter
-_LOSS_SECONDS = 20.0  # reading the loss makes the host wait for the GPU
+_LOSS_SECONDS = 20.0  # reading the loss makes the CPU wait for the GPU
 OnPhase = Callable[[str, int], None]
 """Called with a phase and the number of steps taken when "data", "forward", "backward",
 "optimizer" or "report" (logs, scores and checkpoints after a step) begins: for profilers."""
@@ -71,7 +71,7 @@ def train(
     model = state.model if state.ddp is None else state.ddp
     checkpoint_every = settings.checkpoint_every or job.eval_every
     sums = _Sums(state.device, step=state.step)
-    # By the host's clock: asking the GPU would make every step wait for it. The host is enough,
+    # By the CPU's clock: asking the GPU would make every step wait for it. The CPU is enough,
     # because one that runs ahead of its GPU is held back where it launches work.
     waited, seconds_before = 0.0, state.step_seconds
     warm_up(state)
@@ -172,7 +172,7 @@ def _update(state: TrainState) -> tuple[Tensor, float]:
 
 
 class _Sums:
-    """Loss and hits since the last log; kept on the device, because reading makes the host wait."""
+    """Loss and hits since the last log; kept on the device, because reading makes the CPU wait."""
 
     def __init__(self, device: torch.device, *, step: int) -> None:
         self.loss = torch.zeros((), device=device)
@@ -289,7 +289,7 @@ def _batches(state: TrainState) -> Iterator[list[TrainingBatch]]:
         # started before the checkpoint, the checkpoint's random state includes that draw.
         with torch.random.fork_rng(devices=[]) if done else nullcontext():
             iterator = iter(loader)
-        # Not blocking: otherwise the host waits until each batch has been copied to the GPU.
+        # Not blocking: otherwise the CPU waits until each batch has been copied to the GPU.
         on_device = (
             (pixels.to(state.device, non_blocking=True), labels.to(state.device, non_blocking=True))
             for pixels, labels in iterator

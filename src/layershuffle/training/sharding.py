@@ -36,7 +36,7 @@ def shard(model: nn.Module) -> None:
 def all_finite(model: nn.Module) -> bool:
     """Whether every weight in this process is finite; waits for the device once."""
     weights = [w.to_local() if isinstance(w, DTensor) else w for w in model.parameters()]
-    # One flag for all weights: a flag per weight would make the host wait as many times.
+    # One flag for all weights: a flag per weight would make the CPU wait as many times.
     return bool(torch.stack([torch.isfinite(weight).all() for weight in weights]).all())
 
 
