@@ -167,8 +167,8 @@ def measure(subject: Subject) -> Measurement:
     places = {"first": first, "last": last, "change": last - first}
     numbers = {}
     for name in ("distance", "even"):
-        for place, weights in places.items():
-            numbers[f"{name}_{place}"] = (means[name], weights)
+        for place, cells in places.items():
+            numbers[f"{name}_{place}"] = (means[name], cells)
     facts = {
         **subject.counts,
         "distance_if_even": float(patch_distances(grid).mean()),
