@@ -331,7 +331,11 @@ def _known_args(backbone: Backbone) -> dict[str, Any]:
     args = {**getattr(backbone, "_model_args", {}), **origin_of(backbone).model_args}
     if not args:
         args = {"in_chans": getattr(backbone, "in_chans", None), "img_size": image_size(backbone)}
-    return {k: v for k, v in args.items() if v is not None and k not in _RESERVED}
+    known = {}
+    for name, value in args.items():
+        if value is not None and name not in _RESERVED:
+            known[name] = value
+    return known
 
 
 def _check_rebuilt(backbone: Backbone, name: str, args: Mapping[str, Any]) -> None:
