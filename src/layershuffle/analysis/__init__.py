@@ -78,7 +78,9 @@ def run_analysis(
     # Everything is computed before anything is written, so an older result survives a failure.
     measured = _module(name).measure(subject)
     numbers = DataFrame(numbers_of(measured.facts))
-    texts = {f"{stem}.csv": table_text(table) for stem, table in measured.tables.items()}
+    texts = {}
+    for stem, table in measured.tables.items():
+        texts[f"{stem}.csv"] = table_text(table)
     pictures = draw(name, texts)
     texts["numbers.csv"] = numbers.to_csv(index=False, float_format="%.6g", lineterminator="\n")
     texts["index.html"] = _page(title, f"{model_spec} on {data_spec}", texts, figures=pictures)
@@ -105,12 +107,14 @@ def draw(name: str, texts: Mapping[str, str]) -> dict[str, bytes]:
 
     from layershuffle.ground.plotting import figure_bytes
 
-    tables = {Path(file).stem: read_csv(io.StringIO(text)) for file, text in texts.items()}
-    return {
-        f"{stem}.{kind}": figure_bytes(figure, kind)
-        for stem, figure in _module(name).figures(tables).items()
-        for kind in ("svg", "png")
-    }
+    tables = {}
+    for file, text in texts.items():
+        tables[Path(file).stem] = read_csv(io.StringIO(text))
+    pictures = {}
+    for stem, figure in _module(name).figures(tables).items():
+        for kind in ("svg", "png"):
+            pictures[f"{stem}.{kind}"] = figure_bytes(figure, kind)
+    return pictures
 
 
 def _page(title: str, subject: str, texts: Mapping[str, str], *, figures: Collection[str]) -> str:
@@ -118,7 +122,10 @@ def _page(title: str, subject: str, texts: Mapping[str, str], *, figures: Collec
     from layershuffle.ground.plotting import html_page, html_table
 
     head, *rows = csv.reader(io.StringIO(texts["numbers.csv"]))
-    pictures = (f'<img src="{name}" alt="{name}">' for name in figures if name.endswith(".svg"))
+    pictures = []
+    for name in figures:
+        if name.endswith(".svg"):
+            pictures.append(f'<img src="{name}" alt="{name}">')
     parts = {
         "Numbers": f"<p>{escape(subject)}</p>{html_table(head, rows)}",
         "Figures": "".join(pictures),

@@ -165,11 +165,10 @@ def measure(subject: Subject) -> Measurement:
     first = at_position(count, 0)
     last = at_position(count, count - 1)
     places = {"first": first, "last": last, "change": last - first}
-    numbers = {
-        f"{name}_{place}": (means[name], weights)
-        for name in ("distance", "even")
-        for place, weights in places.items()
-    }
+    numbers = {}
+    for name in ("distance", "even"):
+        for place, cells in places.items():
+            numbers[f"{name}_{place}"] = (means[name], cells)
     facts = {
         **subject.counts,
         "distance_if_even": float(patch_distances(grid).mean()),

@@ -56,12 +56,12 @@ def measure(subject: Subject) -> Measurement:
     with torch.no_grad():
         for batch in subject.batches(share=_SHARE):
             count = len(batch.images)
-            variants = [
-                [order, *(shortened_order(order, position) for position in drawn)]
-                for order in batch.orders
-            ]
             # Common prefixes of an order and its variants are about half of all block runs.
-            several = [order for group in variants for order in group]
+            several = []
+            for order in batch.orders:
+                several.append(order)
+                for position in drawn:
+                    several.append(shortened_order(order, position))
             done += block_runs(several)
             scores = _scores(subject, batch, several)
             for number, order in enumerate(batch.orders):
@@ -114,11 +114,11 @@ def _scores(
 def figures(tables: Tables) -> dict[str, Figure]:
     """leave-one-out.svg: change in cross-entropy and in top-1."""
     table = tables["leave-one-out"]
-    maps = [
-        read_map(table, name, title=f"left out: {title}", meaning=f"change ({unit})", signed=True)
-        for name, title, unit in (
-            ("cross_entropy", "cross-entropy", "nats"),
-            ("top1", "top-1", "points"),
-        )
-    ]
+    maps = []
+    for name, title, unit in (
+        ("cross_entropy", "cross-entropy", "nats"),
+        ("top1", "top-1", "points"),
+    ):
+        meaning = f"change ({unit})"
+        maps.append(read_map(table, name, title=f"left out: {title}", meaning=meaning, signed=True))
     return {"leave-one-out": draw_maps(maps)}

@@ -82,8 +82,12 @@ class BranchWatch:
 
     def _finish(self, block: nn.Module, _inputs: tuple[Any, ...], out: Any) -> None:
         (_, _, start), *calls = self._seen
-        norms = [k for k, (_, child, _) in enumerate(calls) if "Norm" in type(child).__name__]
-        points = [calls[k][2] for k in norms]
+        norms = []
+        points = []
+        for number, (_, child, point) in enumerate(calls):
+            if "Norm" in type(child).__name__:
+                norms.append(number)
+                points.append(point)
         # The first norm must get the block's input, or a computation before it would belong to no
         # branch.
         if len(points) < 2 or norms[0] != 0 or points[0] is not start:

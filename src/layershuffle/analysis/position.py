@@ -94,7 +94,10 @@ def _probed(turn: Turn, token: Token) -> dict[str, Tensor]:
     classifier can represent.
     """
     vectors = {"input": turn.vectors["input"], "output": turn.vectors[token]}
-    return {source: F.layer_norm(rows, rows.shape[-1:]) for source, rows in vectors.items()}
+    probed = {}
+    for source, rows in vectors.items():
+        probed[source] = F.layer_norm(rows, rows.shape[-1:])
+    return probed
 
 
 def _fit(subject: Subject) -> dict[tuple[str, int], Any]:
@@ -165,8 +168,9 @@ def _score(
 
 def figures(tables: Tables) -> dict[str, Figure]:
     """position.svg: accuracy per block and position, a map per source."""
-    maps = [
-        read_map(rows, "accuracy", title=source, meaning="right (%)", limits=(0.0, 100.0))
-        for source, rows in tables["position"].groupby("source", sort=False)
-    ]
+    maps = []
+    for source, rows in tables["position"].groupby("source", sort=False):
+        maps.append(
+            read_map(rows, "accuracy", title=source, meaning="right (%)", limits=(0.0, 100.0))
+        )
     return {"position": draw_maps(maps, columns=3)}

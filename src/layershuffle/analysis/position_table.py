@@ -140,11 +140,11 @@ def weighted_means(
     numbers: Mapping[str, tuple[PositionMeans, Floats]], clusters: Clusters
 ) -> Facts:
     """Facts: the means by their weights `[block, position]`, with their intervals."""
-    values = {name: float((m.mean() * weights).sum()) for name, (m, weights) in numbers.items()}
-    intervals = {
-        name: interval(values[name], means.half_width(clusters, weights))
-        for name, (means, weights) in numbers.items()
-    }
+    values = {}
+    intervals = {}
+    for name, (means, weights) in numbers.items():
+        values[name] = float((means.mean() * weights).sum())
+        intervals[name] = interval(values[name], means.half_width(clusters, weights))
     return {**values, "intervals": intervals}
 
 
@@ -154,7 +154,9 @@ def position_table(columns: Mapping[str, Floats], *, drawn: range, **labels: str
     table = DataFrame({"block": block.ravel(), "position": position.ravel()})
     for place, (name, label) in enumerate(labels.items()):
         table.insert(place, name, label)
-    return table.assign(**{name: values.ravel() for name, values in columns.items()})
+    for name, values in columns.items():
+        table[name] = values.ravel()
+    return table
 
 
 def grid(table: DataFrame, name: str, *, row: str = "block", column: str = "position") -> Floats:
@@ -258,8 +260,9 @@ def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
     axes.invert_yaxis()
     ticks = range(0, depth, 1 if depth <= _WRITTEN else -(-depth // _WRITTEN))
     names = [str(tick + each.first) for tick in ticks]
-    axes.set_xticks([tick + 0.5 for tick in ticks], names)
-    axes.set_yticks([tick + 0.5 for tick in ticks], names)
+    middles = [tick + 0.5 for tick in ticks]
+    axes.set_xticks(middles, names)
+    axes.set_yticks(middles, names)
     if not each.colourless:
         bar = axes.figure.colorbar(mesh, ax=axes, shrink=0.85)
         bar.set_label(each.meaning, color=INK)

@@ -50,11 +50,16 @@ def balanced_orders(
     predecessor. A random relabelling of the blocks makes every single order a uniform permutation.
     """
     drawn = drawn_blocks(depth, fixed)
-    begin, end, side = range(drawn.start), range(drawn.stop, depth), len(drawn)
+    begin = range(drawn.start)
+    end = range(drawn.stop, depth)
+    side = len(drawn)
     # 0, 1, side - 1, 2, side - 2, ...: neighbours differ by every distance once.
-    zigzag = [(k + 1) // 2 if k % 2 else side - k // 2 for k in range(side)]
+    zigzag = []
+    for k in range(side):
+        zigzag.append((k + 1) // 2 if k % 2 else side - k // 2)
     orders = []
-    for square, row in (divmod(index, side) for index in range(first, first + count)):
+    for index in range(first, first + count):
+        square, row = divmod(index, side)
         blocks = Stream(seed, square).shuffled(drawn)
         between = [blocks[(k + row) % side] for k in zigzag]
         orders.append(ExecutionOrder((*begin, *between, *end), depth))

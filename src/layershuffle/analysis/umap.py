@@ -120,7 +120,8 @@ def collect(subject: Subject) -> tuple[dict[Token, Array], NDArray[np.int64]]:
             for turn in watch.turns:
                 outputs[turn.step.rows, turn.step.block] = turn.vectors[token].numpy()
             vectors[token].append(outputs)
-        places += [np.argsort(order.blocks) for order in orders]
+        for order in orders:
+            places.append(np.argsort(order.blocks))
         start += count
     return {token: np.concatenate(all_) for token, all_ in vectors.items()}, np.stack(places)
 
@@ -182,11 +183,15 @@ def _token_facts(blocks: DataFrame) -> Facts:
     detached = (blocks.early_gap >= _DETACHED_GAP) & (blocks.early_held >= _DETACHED_HELD)
     large = blocks[blocks.shown == 1].iloc[0]
     names = ("purity", "chance", "early_gap", "early_held")
-    numbers = {name: float(large[name]) for name in names}
+    numbers = {}
+    facts: Facts = {}
+    for name in names:
+        numbers[name] = float(large[name])
+        # JSON has no NaN: an undefined number is null.
+        facts[name] = None if np.isnan(numbers[name]) else numbers[name]
     half = None if np.isnan(large.purity_half) else float(large.purity_half)
     return {
-        # JSON has no NaN: an undefined number is null.
-        **{name: None if np.isnan(value) else value for name, value in numbers.items()},
+        **facts,
         "intervals": {"purity": interval(numbers["purity"], half, limits=(0.0, 1.0))},
         "detached_blocks": int(detached.sum()),
     }
@@ -203,7 +208,9 @@ def figures(tables: Tables) -> dict[str, Figure]:
         large[f"block {shown}, {token} token"] = rows[rows.block == shown]
     drawn = {"umap": _scatter_plots(large, columns=len(large), side=4.4, dot=12.0)}
     for token, rows in by_token.items():
-        small = {f"block {block}": part for block, part in rows.groupby("block")}
+        small = {}
+        for block, part in rows.groupby("block"):
+            small[f"block {block}"] = part
         drawn[f"umap-blocks-{token}"] = _scatter_plots(small, columns=4, side=2.4, dot=3.0)
     return drawn
 

@@ -82,17 +82,22 @@ def listed_difference(sides: Mapping[str, ClassNames], *, same: Callable[[str], 
 
     Names are compared as `same` writes them.
     """
-    written = [{same(name) for name in names} for names in sides.values()]
+    written = [set(map(same, names)) for names in sides.values()]
     common = set.intersection(*written)
     parts: list[str] = []
     lone_names: set[str] = set()
     composed: set[frozenset[str]] = set()
     for side, names in sides.items():
-        composed.add(frozenset(normalize("NFC", name) for name in names))
-        lone = [name for name in names if same(name) not in common]
+        composed_side = set()
+        lone = []
+        for name in names:
+            composed_side.add(normalize("NFC", name))
+            if same(name) not in common:
+                lone.append(name)
+                lone_names.add(normalize("NFC", name))
+        composed.add(frozenset(composed_side))
         if lone:
             parts.append(f"{len(lone)} in {side} only ({shortened(lone)})")
-            lone_names.update(normalize("NFC", name) for name in lone)
     if lone_names and len(composed) == 1:
         accented = shortened(sorted(lone_names))
         return f"accents are written in two ways (NFC and NFD: convmv --nfc mends it) in {accented}"
@@ -130,7 +135,7 @@ def _indices(classes: ClassNames, names: ClassNames) -> list[int] | None:
     if tuple(classes) == tuple(names) or (_is_imagenet(classes) and _is_imagenet(names)):
         return list(range(len(names)))
     places = {_plain(name): index for index, name in enumerate(names)}
-    plain = [_plain(name) for name in classes]
+    plain = list(map(_plain, classes))
     if len(places) < len(names) or sorted(places) != sorted(plain):
         return None
     return [places[name] for name in plain]
@@ -150,12 +155,12 @@ def _is_imagenet(names: ClassNames) -> bool:
     from timm.data import ImageNetInfo  # timm takes seconds to import
 
     imagenet = ImageNetInfo("imagenet-1k")
-    return all(
-        name == folder or _words(name) & _words(description)
-        for name, folder, description in zip(
-            names, imagenet.label_names(), imagenet.label_descriptions(), strict=True
-        )
-    )
+    folders = imagenet.label_names()
+    descriptions = imagenet.label_descriptions()
+    for name, folder, description in zip(names, folders, descriptions, strict=True):
+        if name != folder and not _words(name) & _words(description):
+            return False
+    return True
 
 
 def _words(text: str) -> set[str]:

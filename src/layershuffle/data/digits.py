@@ -80,7 +80,10 @@ def digit_instances() -> dict[str, Tensor]:
         cuts = (members[:first], members[first:second], members[second:])
         for name, cut in zip(SHARES, cuts, strict=True):
             parts[name].append(cut)
-    return {name: torch.cat(cuts).sort().values for name, cuts in parts.items()}
+    instances = {}
+    for name, pieces in parts.items():
+        instances[name] = torch.cat(pieces).sort().values
+    return instances
 
 
 def draw_pairs(split: str, count: int) -> PairDraws:
@@ -144,7 +147,9 @@ class DigitPairs(Dataset[Item]):
 
 def open_source(request: SourceRequest) -> ImageData:
     """Digit pairs as ImageData: "holdout" are pairs of validation digits."""
-    counts = {name: request.number(name, count) for name, count in PAIRS.items()}
+    counts = {}
+    for name, count in PAIRS.items():
+        counts[name] = request.number(name, count)
     test = DigitPairs("test", counts["test"])
     # A digit that is hard to read is hard in all of its pairs, on the left and on the right.
     tested = limited_test(test, limit=request.options.max_test, groups=test.digits)

@@ -225,7 +225,11 @@ def class_folders(split: Path) -> tuple[str, ...]:
     """
     try:
         with os.scandir(split) as entries:
-            names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+            names = []
+            for entry in entries:
+                if entry.is_dir() and not entry.name.startswith("."):
+                    names.append(entry.name)
+            names.sort()
     except OSError as error:
         raise _unlisted(error) from error
     # From bytes, because Python reads them as the shell says, and models store text.
@@ -275,7 +279,8 @@ def folder_table(
         table.files.extend(images)
         table.sizes.extend(images.values())
         table.labels.extend([label] * len(images))
-        left_out += [f"{name}/{other}" for other in others]
+        for other in others:
+            left_out.append(f"{name}/{other}")
     return table, left_out
 
 
@@ -327,7 +332,9 @@ def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = csv.DictReader(file, restval="", strict=True)
-            rows = [(line["file"], line["group"]) for line in lines]
+            rows = []
+            for line in lines:
+                rows.append((line["file"], line["group"]))
     except (OSError, UnicodeDecodeError, csv.Error, KeyError) as error:
         raise DataError(
             f"the groups of images cannot be read ({type(error).__name__}: {one_line(error)})",
@@ -335,21 +342,32 @@ def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
             hint="its first line is file,group and another one is for example val/cat/1.jpg,anna",
         ) from error
     named = dict(rows)
-    if several := sorted({file for file, group in rows if named[file] != group}):
+    several = set()
+    for image, group in rows:
+        if named[image] != group:
+            several.add(image)
+    if several:
         raise DataError(
-            f"files are in several groups: {shortened(several)}",
+            f"files are in several groups: {shortened(sorted(several))}",
             place=path,
             hint="keep one line for each",
         )
-    names = [Path(file).relative_to(root).as_posix() for file in files]
+    names = []
+    absent = []
+    for path_of_image in files:
+        name = Path(path_of_image).relative_to(root).as_posix()
+        names.append(name)
+        if not named.get(name):
+            absent.append(name)
     # Images without a group would count as independent, or as one group.
-    if absent := [name for name in names if not named.get(name)]:
+    if absent:
         raise DataError(
             f"{len(absent)} images have no group: {shortened(absent)}",
             place=path,
             hint="add a line for each; an independent image forms its own group",
         )
-    numbers = {group: number for number, group in enumerate(sorted(set(named.values())))}
+    groups = sorted(set(named.values()))
+    numbers = {group: number for number, group in enumerate(groups)}
     return torch.tensor([[numbers[named[name]]] for name in names])
 
 

@@ -60,7 +60,9 @@ class HubTable:
         self.column = column
         self.channels = channels
         self.place = place
-        self.size = sum(Path(file["filename"]).stat().st_size for file in data.cache_files)
+        self.size = 0
+        for file in data.cache_files:
+            self.size += Path(file["filename"]).stat().st_size
         names = [name for name in (column, _KEY, _TAR) if name in data.column_names]
         try:
             # Reading a row reads all of its columns, so the others are dropped.
@@ -160,9 +162,14 @@ def open_source(request: SourceRequest) -> ImageData:
 
 
 def _unlabelled(table: HubTable, cells: Sequence[Any], label: str) -> DataError:
-    rows = [row for row, number in enumerate(table.labels) if number == -1]
+    rows = []
+    unknown = set()
+    for row, number in enumerate(table.labels):
+        if number == -1:
+            rows.append(row)
+            if cells[row] not in (None, -1):
+                unknown.add(str(cells[row]))
     cause = f"{len(rows)} of {len(cells)} images have no label"
-    unknown = {str(cells[row]) for row in rows if cells[row] not in (None, -1)}
     if unknown:
         listed = shortened(sorted(unknown))
         cause = f"Labels are not among those of the training images: {listed}"
@@ -205,8 +212,13 @@ def load_splits(request: SourceRequest) -> dict[str, Any]:
     for name, split in loaded.items():
         _refuse_scattered(split, place=f"{request.spec} ({name})")
     # The members of a tar's .json files become columns of their own.
-    if any(isinstance(split.features.get("json"), dict) for split in loaded.values()):
-        loaded = {name: split.flatten() for name, split in loaded.items()}
+    has_members = False
+    for split in loaded.values():
+        if isinstance(split.features.get("json"), dict):
+            has_members = True
+    if has_members:
+        for name, split in loaded.items():
+            loaded[name] = split.flatten()
     return loaded
 
 
@@ -237,7 +249,10 @@ def _classes(
     kind = data.features[label]
     if isinstance(kind, datasets.ClassLabel):
         return tuple(kind.names), {number: number for number in range(len(kind.names))}
-    cells: list[Any] = [cell for cell in data[label][:] if cell not in (None, -1)]
+    cells: list[Any] = []
+    for cell in data[label][:]:
+        if cell not in (None, -1):
+            cells.append(cell)
     plain = cells and isinstance(kind, datasets.Value)
     if plain and "string" in kind.dtype:
         names = tuple(sorted(set(cells)))
@@ -268,7 +283,9 @@ def _has_classes(splits: Mapping[str, Any]) -> bool:
         if kind is None:
             return False
         names.update(kind.names)
-    names_of_splits = {name for usual in SPLITS.values() for name in usual}
+    names_of_splits: set[str] = set()
+    for usual in SPLITS.values():
+        names_of_splits.update(usual)
     return not names <= names_of_splits
 
 

@@ -106,8 +106,9 @@ def open_data(spec: str, view: ImageView, *, options: DataOptions | None = None)
 
 def loader_processes(spec: str = "") -> int:
     """The number of processes to load images of `spec`: 0 if they are made here."""
-    if any(source.generated and spec.startswith(name) for name, source in SOURCES.items()):
-        return 0
+    for name, source in SOURCES.items():
+        if source.generated and spec.startswith(name):
+            return 0
     # One core is left for the training process; more than 16 loaders only use more memory.
     return min(16, max(0, cores() - 1))
 

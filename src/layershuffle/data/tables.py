@@ -54,7 +54,10 @@ def assemble(
     if "test" not in parts and "validation" in parts:
         parts["test"] = parts.pop("validation")
     wanted = ("train", "validation", "test") if options.train else ("test",)
-    absent = [name for name in ("train", "test") if name in wanted and name not in parts]
+    absent = []
+    for name in ("train", "test"):
+        if name in wanted and name not in parts:
+            absent.append(name)
     if absent:
         raise DataError(
             f"There is no {' and no '.join(absent)} split",
@@ -77,9 +80,12 @@ def assemble(
                 hint="run again without --skip-corrupt: it names the first image and its fault",
             )
         if bad:
+            skipped = []
+            for row in bad:
+                skipped.append(parts[name].name(row))
             sentences.append(
                 f"skipped {len(bad):,} of {len(parts[name].labels):,} images in {name} as "
-                f"unreadable: {shortened([parts[name].name(row) for row in bad])}"
+                f"unreadable: {shortened(skipped)}"
             )
     # Scores always use Pillow's pixels; only training uses the faster transform.
     plain = PlainTransform(view)
@@ -155,6 +161,11 @@ def readable_rows(table: ImageTable, view: ImageView) -> tuple[list[int], list[i
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         failed = list(pool.map(fails, rows))
-    readable = [row for row in rows if not failed[row]]
-    others = [row for row in rows if failed[row]]
+    readable = []
+    others = []
+    for row in rows:
+        if failed[row]:
+            others.append(row)
+        else:
+            readable.append(row)
     return readable, others

@@ -50,9 +50,11 @@ class SetTable:
                 if not skip_corrupt:
                     raise
                 labels.append(-1)  # of nobody: the image will be left out
-        if not all(isinstance(label, Integral) for label in labels):
-            raise DataError("The labels are no classes", place=place, hint=_HINT)
-        self.labels = [int(label) for label in labels]
+        self.labels: list[int] = []
+        for label in labels:
+            if not isinstance(label, Integral):
+                raise DataError("The labels are no classes", place=place, hint=_HINT)
+            self.labels.append(int(label))
 
     def image(self, index: int) -> Image.Image:
         """Image `index`. Raises DataError naming it."""
@@ -83,25 +85,28 @@ def open_source(request: SourceRequest) -> ImageData:
     """
     kind, fits = _set_named(request)
     wanted = ("train", "validation", "test") if request.options.train else ("test",)
-    parts = {name: _part(kind, request, name, fits) for name in wanted}
+    parts = {}
+    for name in wanted:
+        parts[name] = _part(kind, request, name, fits)
     if parts["test"] is None and "validation" not in parts:
         parts["validation"] = _part(kind, request, "validation", fits)
-    tables = {
-        name: SetTable(
-            part,
-            channels=request.view.channels,
-            place=f"{request.spec} ({name})",
-            skip_corrupt=request.options.skip_corrupt,
-        )
-        for name, part in parts.items()
-        if part is not None
-    }
+    tables = {}
+    for name, part in parts.items():
+        if part is not None:
+            tables[name] = SetTable(
+                part,
+                channels=request.view.channels,
+                place=f"{request.spec} ({name})",
+                skip_corrupt=request.options.skip_corrupt,
+            )
     parts_read = list(tables.values())
     names: Any = getattr(parts_read[0].data, "classes", None) if parts_read else ()
     if names is None:
         names = numbered(max(max(table.labels) for table in parts_read) + 1)
-    # ImageNet has tuples of synonyms.
-    classes = [", ".join(name) if isinstance(name, tuple) else str(name) for name in names]
+    classes = []
+    for name in names:
+        # ImageNet has tuples of synonyms.
+        classes.append(", ".join(name) if isinstance(name, tuple) else str(name))
     return assemble(request, tables, classes=classes)
 
 

@@ -164,9 +164,10 @@ class Images(Dataset[Item]):
             label = self.table.labels[row]
             counts[label] += 1
             digests[label].update(f"{self.table.identity(row)}\0".encode(errors="surrogateescape"))
-        return {
-            classes[label]: (counts[label], digests[label].hexdigest()) for label in sorted(counts)
-        }
+        contents = {}
+        for label in sorted(counts):
+            contents[classes[label]] = (counts[label], digests[label].hexdigest())
+        return contents
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -205,10 +206,8 @@ def fit_images(images: Tensor, view: ImageView) -> Tensor:
     images = images.float()
     if tuple(images.shape[-2:]) != view.size:
         images = F.interpolate(images, size=view.size, mode="bilinear", antialias=True).clamp(0, 1)
-    mean, std = (
-        _constants(values, images.dtype, images.device).view(-1, 1, 1)
-        for values in (view.mean, view.std)
-    )
+    mean = _constants(view.mean, images.dtype, images.device).view(-1, 1, 1)
+    std = _constants(view.std, images.dtype, images.device).view(-1, 1, 1)
     return (match_channels(images, view.channels) - mean) / std
 
 

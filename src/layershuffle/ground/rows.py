@@ -237,7 +237,9 @@ def read_rows(path: Path, kind: type[AnyRow], *, hint: str | None = None) -> tup
     if not rows:
         raise refuse("The results file has no rows")
     if kind.names_one:
-        scores = {tuple(getattr(row, name) for name in kind.names_one) for row in rows}
+        scores = set()
+        for row in rows:
+            scores.add(tuple(getattr(row, name) for name in kind.names_one))
         if len(scores) < len(rows):
             raise refuse("The results file has a score twice")
     return tuple(rows)

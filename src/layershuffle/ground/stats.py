@@ -103,7 +103,9 @@ def estimate(
     # By seed, so that the order of the mapping changes nothing.
     groups = [scores[seed] for seed in sorted(scores)]
     means = [mean(group) for group in groups]
-    values = [value for group in groups for value in group]
+    values: list[float] = []
+    for group in groups:
+        values += group
     low, high, kind = _interval(means, groups, images, percent)
     return Estimate(
         mean=mean(means),

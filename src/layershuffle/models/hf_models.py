@@ -127,7 +127,9 @@ def _heads(backbone: Backbone) -> dict[str, nn.Linear]:
     if hasattr(backbone, "timm_model"):
         # In transformers' wrapper, the head is inside timm's model.
         inner = backbone.timm_model.get_classifier()
-        children |= {name: part for name, part in backbone.named_modules() if part is inner}
+        for name, part in backbone.named_modules():
+            if part is inner:
+                children[name] = part
     heads = {}
     for name, child in children.items():
         if isinstance(child, nn.Linear) and child.out_features == classes:
@@ -139,9 +141,14 @@ def class_names(backbone: Backbone) -> tuple[str, ...] | None:
     """The names in id2label; `None` for transformers' placeholders (LABEL_0, ...)."""
     names = backbone.config.id2label
     count = num_classes(backbone)
-    listed = tuple(str(names.get(index, f"LABEL_{index}")) for index in range(count))
-    filler = all(name == f"LABEL_{index}" for index, name in enumerate(listed))
-    return None if filler else listed
+    listed = []
+    has_names = False
+    for index in range(count):
+        placeholder = f"LABEL_{index}"
+        name = str(names.get(index, placeholder))
+        listed.append(name)
+        has_names = has_names or name != placeholder
+    return tuple(listed) if has_names else None
 
 
 def _set_names(config: Any, names: Sequence[str]) -> None:
@@ -307,7 +314,9 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
     unexpected = set(info["unexpected_keys"])
     if lenient:
         # Backbones without a head may be refined, but no other tensor may be missing.
-        heads = {f"{path}.{name}" for path in _heads(backbone) for name in ("weight", "bias")}
+        heads = set()
+        for path in _heads(backbone):
+            heads |= {f"{path}.weight", f"{path}.bias"}
         if missing & heads:
             LOG.warning(
                 "%s has no classification head: one with %d classes is freshly initialised, so "

@@ -381,7 +381,10 @@ def _opened(spec: ModelSpec, seed: int) -> nn.Module:
     if spec.scheme == "bundled":
         marks = (METADATA_FILE, MANIFEST)
         place = asset(spec.place)
-        names = [path.parent.name for mark in marks for path in asset().glob(f"*/{mark}")]
+        names = []
+        for mark in marks:
+            for path in asset().glob(f"*/{mark}"):
+                names.append(path.parent.name)
         if spec.place not in names:
             listing = f"this installation has {', '.join(names) or 'none'}"
             raise unknown_name("bundled model", spec.place, names=names, listing=listing)

@@ -353,7 +353,11 @@ def _known_args(backbone: Backbone) -> dict[str, Any]:
             args["num_heads"] = getattr(getattr(blocks[0], "attn", None), "num_heads", None)
             patch_size = getattr(getattr(backbone, "patch_embed", None), "patch_size", None)
             args["patch_size"] = patch_size and patch_size[0]
-    return {k: v for k, v in args.items() if v is not None and k not in _RESERVED}
+    known = {}
+    for name, value in args.items():
+        if value is not None and name not in _RESERVED:
+            known[name] = value
+    return known
 
 
 def _check_rebuilt(backbone: Backbone, name: str, args: Mapping[str, Any]) -> None:

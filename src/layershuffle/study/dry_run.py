@@ -14,7 +14,10 @@ from layershuffle.study.tasks import RunSpec
 def plan_text(study: StudySettings, plan: Plan) -> str:
     """The tasks in words: how many of each kind, then a line per arm, merging and analysis."""
     kinds = ((plan.runs, "run"), (plan.mergings, "merging"), (plan.analyses, "analysis task"))
-    counts = [counted(len(tasks), noun) for tasks, noun in kinds if tasks]
+    counts = []
+    for tasks, noun in kinds:
+        if tasks:
+            counts.append(counted(len(tasks), noun))
     lines = [f"{study.name}: {', '.join(counts)}, on {study.data} from {study.model}"]
     runs_of_arms: dict[str, list[RunSpec]] = {}
     for run in plan.runs:

@@ -149,8 +149,11 @@ def visible_gpus() -> list[str]:
         )
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return []
-    lines = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
-    return [str(number) for number in range(len(lines))]
+    gpus = []
+    for line in listing.stdout.splitlines():
+        if line.startswith("GPU "):
+            gpus.append(str(len(gpus)))
+    return gpus
 
 
 def run_study(
@@ -231,5 +234,9 @@ def known_sizes(facts: dict[str, dict[str, Any]]) -> dict[str, int]:
     for result in facts.values():
         data = result.get("data")
         if isinstance(data, dict) and data.get("sizes"):
-            return {split: count for split, count in data["sizes"].items() if count is not None}
+            sizes = {}
+            for split, count in data["sizes"].items():
+                if count is not None:
+                    sizes[split] = count
+            return sizes
     return {}

@@ -63,7 +63,10 @@ def main(argv: list[str]) -> int:
 def unfinished(tasks: Collection[AnyTask], out: Path) -> list[AnyTask]:
     """The tasks that are neither done nor failed, nor need one that failed."""
     facts = read_facts(out)
-    failed = {task.name for task in tasks if (task.directory(out) / FAILURE_FILE).exists()}
+    failed = set()
+    for task in tasks:
+        if (task.directory(out) / FAILURE_FILE).exists():
+            failed.add(task.name)
     left = []
     for task in tasks:
         if not task.is_done(facts) and failed.isdisjoint([task.name, *task.needs]):

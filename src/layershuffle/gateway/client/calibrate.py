@@ -85,29 +85,44 @@ def calibrate(
     # One order has no spread, hence no interval.
     if orders < 2:
         raise UsageError("A calibration needs at least two orders", hint="20 is a good number")
-    host = served_host(model)
-    tested = _opened(host, data, DataOptions(train=False, max_test=images))
+    backbone = servable_model(model)
+    tested = _opened(backbone, data, DataOptions(train=False, max_test=images))
     # The weights of exported files are not in the module; their manifest names them.
-    weights = host.manifest.weights if isinstance(host, ExportedModel) else weights_digest(host)
-    depth, fixed = depth_of(host), fixed_of(host)
+    if isinstance(backbone, ExportedModel):
+        weights = backbone.manifest.weights
+    else:
+        weights = weights_digest(backbone)
+    depth = depth_of(backbone)
+    fixed = fixed_of(backbone)
     hosted = drawn_blocks(depth, fixed)
-    permutations = [
-        Shuffled(fixed=fixed).draw(depth, seed=seed, step=k).blocks[hosted.start : hosted.stop]
-        for k in range(orders)
-    ]
-    batches = _batches(host.to(device_of(device)), tested, _TEST, batch_size)
-    cells, split = cells_of(len(hosted), parallel=_PARALLEL), tested.splits[_TEST]
-    walks = [overlapped(p, cell, depth=depth) for cell in cells for p in permutations]
+    policy = Shuffled(fixed=fixed)
+    permutations = []
+    for step in range(orders):
+        drawn = policy.draw(depth, seed=seed, step=step)
+        permutations.append(drawn.blocks[hosted.start : hosted.stop])
+    batches = _batches(backbone.to(device_of(device)), tested, _TEST, batch_size)
+    cells = cells_of(len(hosted), parallel=_PARALLEL)
+    split = tested.splits[_TEST]
+    scored = []
+    for cell in cells:
+        for permutation in permutations:
+            scored.append(overlapped(permutation, cell, depth=depth).within_ends(fixed))
     # Those with a last block that is 1, 2 ... versions late.
     for age in range(1, len(hosted)):
-        walks += [late_last(p, age, depth=depth) for p in permutations]
+        for permutation in permutations:
+            scored.append(late_last(permutation, age, depth=depth).within_ends(fixed))
     scores = evaluate(
-        host,
+        backbone,
         batches,
-        orders=[walk.within_ends(fixed) for walk in walks],
+        orders=scored,
         on_images=lambda done: progress("images", done, split.size),
     )
-    each = [scores[i : i + orders] for i in range(0, len(scores), orders)]
+    each = []
+    for start in range(0, len(scores), orders):
+        each.append(scores[start : start + orders])
+    late = []
+    for group in each[len(cells) :]:
+        late.append(mean([score.top1 for score in group]))
     return Calibration(
         schema=3,
         weights=weights,
@@ -118,12 +133,12 @@ def calibrate(
         images=each[0][0].images,
         classes=tested.classes,
         rows=rows_of(dict(zip(cells, each, strict=False)), split),
-        late=tuple(mean([score.top1 for score in group]) for group in each[len(cells) :]),
-        sureness=_sureness(host, tested, permutations, images=images, batch_size=batch_size),
+        late=tuple(late),
+        sureness=_sureness(backbone, tested, permutations, images=images, batch_size=batch_size),
     )
 
 
-def served_host(model: nn.Module) -> nn.Module:
+def servable_model(model: nn.Module) -> nn.Module:
     """The wrapped model, without a position prediction, as hosts run it.
 
     Raises `StackError` for models with position encoding, and for models that compute something
@@ -135,39 +150,45 @@ def served_host(model: nn.Module) -> nn.Module:
             "something else at every position, and block hosts do not know theirs",
             hint="serve a model refined by layershuffle or anyorder",
         )
-    host = wrap(backbone_of(model))
-    weight, view = next(blocks_of(host)[0].parameters()), image_view(host)
+    backbone = wrap(backbone_of(model))
+    weight = next(blocks_of(backbone)[0].parameters())
+    view = image_view(backbone)
     images = weight.new_zeros(2, view.channels, view.height, view.width)
-    refuse_more_than_blocks(host, images, forward=lambda pixels: logits_of(host(pixels), host))
-    return host
+    refuse_more_than_blocks(
+        backbone, images, forward=lambda pixels: logits_of(backbone(pixels), backbone)
+    )
+    return backbone
 
 
 def cells_of(depth: int, *, parallel: int) -> tuple[Cell, ...]:
     """The measured cells: all numbers of blocks, and repeated passes as far as they may help."""
-    return tuple(
-        Cell(kept, passes, under_way)
-        for under_way in range(1, parallel + 1)
-        for passes, share in {1: 1.0, **_PASSES}.items()
-        for kept in range(1, math.floor(share * depth) + 1)
-    )
+    cells = []
+    for under_way in range(1, parallel + 1):
+        for passes, share in {1: 1.0, **_PASSES}.items():
+            for kept in range(1, math.floor(share * depth) + 1):
+                cells.append(Cell(kept, passes, under_way))
+    return tuple(cells)
 
 
-def _opened(host: nn.Module, data: str, options: DataOptions) -> ImageData:
-    opened = open_data(data, file_view(host), options=options)
-    fitting = matched(host, opened, name="the model")
+def _opened(backbone: nn.Module, data: str, options: DataOptions) -> ImageData:
+    opened = open_data(data, file_view(backbone), options=options)
+    fitting = matched(backbone, opened, name="the model")
     for note in fitting.notes[len(opened.notes) :]:
         _log.warning(note)
     return fitting
 
 
-def _batches(host: nn.Module, data: ImageData, split: str, batch_size: int) -> DeviceBatches:
-    device = next(host.parameters()).device.type
+def _batches(backbone: nn.Module, data: ImageData, split: str, batch_size: int) -> DeviceBatches:
+    device = next(backbone.parameters()).device.type
     return batches_of(data, split, settings=ScoreSettings(batch_size=batch_size), device=device)
 
 
 def rows_of(scores: Mapping[Cell, Sequence[Score]], split: Split) -> tuple[CellAccuracy, ...]:
     """A row per cell, from the scores of its orders on `split`."""
-    return tuple(_row(cell, group, split=split) for cell, group in scores.items())
+    rows = []
+    for cell, group in scores.items():
+        rows.append(_row(cell, group, split=split))
+    return tuple(rows)
 
 
 def _row(cell: Cell, scores: Sequence[Score], *, split: Split) -> CellAccuracy:
@@ -185,7 +206,8 @@ def _row(cell: Cell, scores: Sequence[Score], *, split: Split) -> CellAccuracy:
     counts = split.independent(torch.stack([score.right for score in scores], dim=1))
     # Wilson's interval stays within 0 and 100 %, also for accuracies near 100 %.
     low_images, high_images = wilson_interval(centre, harmonic_mean(counts))
-    ordered, last = sorted(top1), len(top1) - 1
+    ordered = sorted(top1)
+    last = len(top1) - 1
     return CellAccuracy(
         kept=cell.kept,
         passes=cell.passes,
@@ -201,18 +223,21 @@ def _row(cell: Cell, scores: Sequence[Score], *, split: Split) -> CellAccuracy:
 
 
 def _sureness(
-    host: nn.Module,
+    backbone: nn.Module,
     tested: ImageData,
     permutations: Sequence[tuple[int, ...]],
     *,
     images: int,
     batch_size: int,
 ) -> Sureness | None:
-    """How sure the answers of `host` are, fitted on at most `images` held-out images, and scored on
-    those of `tested`, in the first of `permutations`; `None` if the data hold none out."""
-    share = training_settings(backbone_of(host)).get(_HELD_OUT, DataOptions.holdout)
+    """How sure the answers of `backbone` are; `None` if the data hold no images out.
+
+    It is fitted on at most `images` held-out images and scored on those of `tested`, in the first
+    of `permutations`.
+    """
+    share = training_settings(backbone_of(backbone)).get(_HELD_OUT, DataOptions.holdout)
     try:
-        fitted = _opened(host, tested.spec, DataOptions(holdout=share))
+        fitted = _opened(backbone, tested.spec, DataOptions(holdout=share))
     except DataError as error:
         _log.warning("How sure answers are is not known, so requests run all blocks: %s", error)
         return None
@@ -221,54 +246,65 @@ def _sureness(
     fitted = replace(fitted, splits={_HELD_OUT: split})
     permutations = permutations[:_SURE_ORDERS]
     logits, labels = answers_by_blocks(
-        host, _batches(host, fitted, _HELD_OUT, batch_size), permutations=permutations
+        backbone, _batches(backbone, fitted, _HELD_OUT, batch_size), permutations=permutations
     )
     many = np.tile(labels, len(permutations))
-    temperatures = tuple(
-        temperature_of(answers.reshape(len(many), -1), many) for answers in logits.swapaxes(0, 1)
-    )
+    fits = []
+    for answers in logits.swapaxes(0, 1):
+        fits.append(temperature_of(answers.reshape(len(many), -1), many))
+    temperatures = tuple(fits)
     right = logits.argmax(axis=-1) == labels
     confidence = default_confidence(chances_of(logits, temperatures), right)
     logits, labels = answers_by_blocks(
-        host, _batches(host, tested, _TEST, batch_size), permutations=permutations
+        backbone, _batches(backbone, tested, _TEST, batch_size), permutations=permutations
     )
     right = logits.argmax(axis=-1) == labels
-    chances, raw = (chances_of(logits, t) for t in (temperatures, (1.0,) * len(temperatures)))
-    shown = sorted({*STOPS} if confidence is None else {*STOPS, confidence})
-    ends = [(c, *ending_at(c, chances, right=right)) for c in shown]
-    places = range(len(temperatures))
+    chances = chances_of(logits, temperatures)
+    raw = chances_of(logits, (1.0,) * len(temperatures))
+    raw_errors = []
+    errors = []
+    for place in range(len(temperatures)):
+        hits = right[:, place].ravel()
+        raw_errors.append(calibration_error(raw[:, place].ravel(), hits))
+        errors.append(calibration_error(chances[:, place].ravel(), hits))
+    stops = []
+    for limit in sorted({*STOPS} if confidence is None else {*STOPS, confidence}):
+        blocks, top1 = ending_at(limit, chances, right=right)
+        stops.append(Stop(confidence=limit, blocks=blocks, top1=top1))
     return Sureness(
         split=_HELD_OUT,
         orders=len(permutations),
         images=split.size,
         temperatures=temperatures,
-        raw_error=tuple(calibration_error(raw[:, n].ravel(), right[:, n].ravel()) for n in places),
-        error=tuple(calibration_error(chances[:, n].ravel(), right[:, n].ravel()) for n in places),
-        stops=tuple(Stop(confidence=c, blocks=blocks, top1=top1) for c, blocks, top1 in ends),
+        raw_error=tuple(raw_errors),
+        error=tuple(errors),
+        stops=tuple(stops),
         confidence=confidence,
     )
 
 
 def answers_by_blocks(
-    host: nn.Module, batches: DeviceBatches, *, permutations: Sequence[tuple[int, ...]]
+    backbone: nn.Module, batches: DeviceBatches, *, permutations: Sequence[tuple[int, ...]]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Logits `[orders, blocks, images, classes]` after 1, 2 ... blocks of every permutation, and
-    labels `[images]`. `permutations` are of the blocks between the ends of `host`, which run too.
+    """The logits after 1, 2 ... blocks of every permutation, and the labels.
+
+    Logits are `[orders, blocks, images, classes]`, labels `[images]`. `permutations` are of the
+    blocks between the ends of `backbone`, which run too.
     """
-    depth, fixed = depth_of(host), fixed_of(host)
+    depth = depth_of(backbone)
+    fixed = fixed_of(backbone)
     counts = len(drawn_blocks(depth, fixed))
-    cuts = [
-        ExecutionOrder(blocks[:count], depth).within_ends(fixed)
-        for blocks in permutations
-        for count in range(1, counts + 1)
-    ]
+    cuts = []
+    for blocks in permutations:
+        for count in range(1, counts + 1):
+            cuts.append(ExecutionOrder(blocks[:count], depth).within_ends(fixed))
     parts: list[NDArray[np.float32]] = []
     truth: list[NDArray[np.int64]] = []
-    forget(stack_of(host))
-    with in_eval(host), torch.no_grad():
+    forget(stack_of(backbone))
+    with in_eval(backbone), torch.no_grad():
         for batch in batches:
-            for pixels, labels in micro_batches(host, batch):
-                answers = dict(run_many(host, pixels, orders=cuts))
+            for pixels, labels in micro_batches(backbone, batch):
+                answers = dict(run_many(backbone, pixels, orders=cuts))
                 every = torch.stack([answers[place].float() for place in range(len(cuts))])
                 parts.append(every.view(len(permutations), counts, *every.shape[1:]).cpu().numpy())
                 truth.append(labels.cpu().numpy())

@@ -22,7 +22,7 @@ from layershuffle.ground.plotting import (
 )
 from layershuffle.ground.stats import Estimate, mean
 from layershuffle.study.paper.numbers import PaperNumber
-from layershuffle.study.paper.summary import Summary, label
+from layershuffle.study.paper.summary import ScoreCell, Summary, label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,9 +44,14 @@ def arm_style(summary: Summary, arm: str) -> Style:
     """Colour, marker and dash of an arm, the same in every figure."""
     if arm in METHOD_STYLES:
         return METHOD_STYLES[arm]
-    used = [METHOD_STYLES[name] for name in summary.arms if name in METHOD_STYLES]
+    used = []
+    arms = []
+    for name in (*summary.arms, arm):
+        if name in METHOD_STYLES:
+            used.append(METHOD_STYLES[name])
+        else:
+            arms.append(name)
     others = [style for style in STYLES if style not in used]
-    arms = [name for name in (*summary.arms, arm) if name not in METHOD_STYLES]
     turn, index = divmod(arms.index(arm), len(others))
     # Repeated colours have other markers and dashes.
     _, marker, dash = others[(index + turn) % len(others)]
@@ -95,7 +100,10 @@ def draw_figure_1(summary: Summary) -> Figure:
         for axes, mode in zip(panels, PANELS, strict=True):
             entries |= _draw_panel(axes, summary, mode, shown)
         panels[0].set_ylabel("top-1 accuracy (%)", color=INK)
-        legend_below(part, [(handle, name) for name, handle in entries.items()])
+        handles = []
+        for name, handle in entries.items():
+            handles.append((handle, name))
+        legend_below(part, handles)
     return figure
 
 
@@ -104,7 +112,9 @@ def arms_drawn(summary: Summary) -> tuple[str, ...]:
     pruned = []
     scored = []
     for arm in summary.arms:
-        cells = [cell for mode in PANELS for cell in summary.curve(arm, mode)]
+        cells: list[ScoreCell] = []
+        for mode in PANELS:
+            cells += summary.curve(arm, mode)
         if cells:
             scored.append(arm)
         if any(cell.kept < summary.depth for cell in cells):
@@ -141,14 +151,16 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) ->
 
 def _draw_line(axes: Axes, line: Mapping[Any, Estimate], *, style: Style, name: str) -> Any:
     """Means with their intervals over places."""
+    means = []
     below = []
     above = []
     for score in line.values():
+        means.append(score.mean)
         below.append(0.0 if score.low is None else score.mean - score.low)
         above.append(0.0 if score.high is None else score.high - score.mean)
     return axes.errorbar(
         list(line),
-        [score.mean for score in line.values()],
+        means,
         yerr=[below, above],
         color=style[0],
         marker=style[1],
@@ -183,18 +195,20 @@ def draw_figure_5(groups: Sequence[tuple[str, str, Sequence[float]]], summary: S
     """Figure 5: a row per group (arm, name, top-1 of its models), a dot per model."""
     figure = new_figure(9.2, 0.8 + 0.3 * len(groups))
     axes = figure.subplots()
-    for place, (arm, _, values) in enumerate(groups):
+    names = []
+    for place, (arm, name, values) in enumerate(groups):
+        names.append(name)
         colour = arm_style(summary, arm)[0]
         if len(values) == 1:
             # The dot of a single model is larger, because it must be visible alone.
             axes.scatter(values, [place], s=50, color=colour, linewidths=0)
             continue
-        heights = [place + 0.7 * (rank * _GOLDEN % 1 - 0.5) for rank in range(len(values))]
+        heights = []
+        for rank in range(len(values)):
+            heights.append(place + 0.7 * (rank * _GOLDEN % 1 - 0.5))
         axes.scatter(sorted(values), heights, s=8, color=colour, linewidths=0)
         axes.plot([mean(values)] * 2, [place - 0.4, place + 0.4], color=INK, lw=1.1)
-    axes.set_yticks(
-        range(len(groups)), [name for _, name, _ in groups], fontsize=8.5, parse_math=False
-    )
+    axes.set_yticks(range(len(groups)), names, fontsize=8.5, parse_math=False)
     axes.set(xlim=(-2, 102), ylim=(len(groups) - 0.5, -0.5))
     axes.set_xlabel("top-1 accuracy (%)", color=INK)
     style_axes(axes)

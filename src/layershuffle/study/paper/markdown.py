@@ -16,7 +16,10 @@ _KINDS = {".png": "png", ".svg": "svg+xml"}
 
 def printable(text: str) -> str:
     """`text` on one line without control characters (they could drive the reader's terminal)."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    letters = []
+    for letter in " ".join(text.split()):
+        letters.append(letter if letter.isprintable() else "?")
+    return "".join(letters)
 
 
 def literal(text: str) -> str:
@@ -60,4 +63,8 @@ def html_text(text: str, *, place: Path) -> str:
     html = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     head, *sections = re.sub(r'<img src="([^"]*)"', embed, html).split("<h2>")
     title, _, lead = head.removeprefix("<h1>").partition("</h1>\n")
-    return html_page(title, dict(part.split("</h2>\n", 1) for part in sections), lead=lead)
+    parts = {}
+    for part in sections:
+        heading, content = part.split("</h2>\n", 1)
+        parts[heading] = content
+    return html_page(title, parts, lead=lead)

@@ -130,9 +130,10 @@ def headline(summary: Summary) -> str:
         return "No score in arbitrary order yet"
     # The paper's two methods, if the study has them, and the best arm.
     best = max(scores, key=lambda arm: scores[arm])
-    arms = [arm for arm in unique(["baseline", "layershuffle", best]) if arm in scores]
     parts: list[str] = []
-    for arm in arms:
+    for arm in unique(["baseline", "layershuffle", best]):
+        if arm not in scores:
+            continue
         name = "the ordinary model" if arm == "baseline" else label(arm)
         score = f"{scores[arm]:.1f}" if scores[arm] < 10 else f"{scores[arm]:.0f}"
         if parts:
@@ -188,10 +189,16 @@ def _analysis_sections(study: Study, out: Path) -> list[str]:
     sections = []
     for title, pictures in figures.items():
         rows = numbers[title]
-        models = unique(model for row in rows.values() for model in row)
+        names: list[str] = []
+        for row in rows.values():
+            names += row
+        models = unique(names)
         cells = []
         for name, row in rows.items():
-            cells.append((name, *(row.get(model, NONE) for model in models)))
+            cell = [name]
+            for model in models:
+                cell.append(row.get(model, NONE))
+            cells.append(cell)
         sections.append(section(title, *pictures, grid(("Number", *models), cells)))
     return sections
 
@@ -224,7 +231,8 @@ def _facts_section(study: Study) -> str:
         training += result.train_seconds
         scoring += result.eval_seconds
         machines.append(str(result.hardware.get("gpu") or result.hardware.get("processor")))
-        notes += [f"Note: {note}" for note in result.data.notes]
+        for note in result.data.notes:
+            notes.append(f"Note: {note}")
     return section(
         "Settings",
         literal(

@@ -61,7 +61,10 @@ class Summary:
 
     def name(self, arm: str) -> str:
         """The display name of an arm, with the number of blocks that are drawn if it has ends."""
-        ends = max((sum(run.fixed) for run in self.study.plan.runs if run.row == arm), default=0)
+        ends = 0
+        for run in self.study.plan.runs:
+            if run.row == arm:
+                ends = max(ends, sum(run.fixed))
         if not ends or not self.depth:
             return label(arm)
         return f"{label(arm)}, {self.depth - ends} of {self.depth} drawn"
@@ -104,7 +107,13 @@ class Summary:
         All blocks come first, in both modes; then arbitrary and sequential order with the numbers
         of blocks that are nearest to 3/4, 1/2 and 1/4 of the depth; the figure shows every number.
         """
-        fewer = sorted({cell.kept for cell in self.cells if cell.kept < self.depth})
+        measured = set()
+        pruned = set()
+        for cell in self.cells:
+            measured.add((cell.mode, cell.kept))
+            if cell.kept < self.depth:
+                pruned.add(cell.kept)
+        fewer = sorted(pruned)
         levels: list[int] = []
         for quarters in _QUARTERS if fewer else ():
             wanted = self.depth * quarters / 4
@@ -116,7 +125,6 @@ class Summary:
         for mode in reversed(MODES):
             for kept in levels:
                 columns.append((mode, kept))
-        measured = {(cell.mode, cell.kept) for cell in self.cells}
         return tuple(column for column in columns if column in measured)
 
 

@@ -134,7 +134,10 @@ def table_notes(summary: Summary) -> str:
     if len(draws) == 1:
         drawn = _DRAWN[draws[0]]
     else:
-        drawn = "; ".join(f"{_DRAWN[draw]} ({', '.join(unique(arms[draw]))})" for draw in draws)
+        parts = []
+        for draw in draws:
+            parts.append(f"{_DRAWN[draw]} ({', '.join(unique(arms[draw]))})")
+        drawn = "; ".join(parts)
     kept = f" Blocks that are kept: {_CHOICES[summary.choose]}." if summary.choose else ""
     return (
         f"Orders: {drawn}; +- is the standard deviation over the orders of a model. Intervals are "
@@ -148,7 +151,10 @@ def table_notes(summary: Summary) -> str:
 
 def table_text(summary: Summary) -> str:
     """Means and intervals with all blocks, for a terminal, beside the paper's numbers."""
-    modes = [mode for mode, kept in summary.columns if kept == summary.depth]
+    modes = []
+    for mode, kept in summary.columns:
+        if kept == summary.depth:
+            modes.append(mode)
     head = ["top-1 in percent"]
     for mode in modes:
         head += [mode, "95 %", "the paper"]
@@ -220,7 +226,9 @@ def _baseline(summary: Summary, arm: str) -> ScoreCell | None:
 
     Arms may start from different models (CIFAR-100 refines two), each with its own baseline.
     """
-    settings = {task.row: task.settings for task, _ in summary.study.runs}
+    settings = {}
+    for task, _ in summary.study.runs:
+        settings[task.row] = task.settings
     if arm not in settings:
         return None
     for other, candidate in settings.items():
@@ -243,12 +251,16 @@ def curves_section(summary: Summary, draw: DrawFigure) -> str:
     arms = arms_drawn(summary)
     if not arms:
         return ""
-    measured = {cell.choose for cell in summary.cells}
+    measured = set()
+    kept_blocks = set()
+    for cell in summary.cells:
+        measured.add(cell.choose)
+        kept_blocks.add(cell.kept)
     choices = [summary.choose]
     for choose in CHOICES:
         if choose in measured and choose not in ("", summary.choose):
             choices.append(choose)
-    levels = sorted({cell.kept for cell in summary.cells})
+    levels = sorted(kept_blocks)
     pictures = []
     rows = []
     for choose in choices:
@@ -260,7 +272,7 @@ def curves_section(summary: Summary, draw: DrawFigure) -> str:
             for mode in MODES:
                 curve = shown.curve(arm, mode)
                 # What no choice was made for stands once, beside the first choice.
-                is_chosen = choose in {cell.choose for cell in curve}
+                is_chosen = any(cell.choose == choose for cell in curve)
                 if curve and (is_chosen or choose == summary.choose):
                     rows.append((label(arm), mode, which, *_curve_texts(curve, levels)))
     head = ("Arm", "Order", "Blocks kept", *(f"{kept} kept" for kept in levels))
@@ -300,7 +312,7 @@ def merging_section(summary: Summary, draw: DrawFigure) -> str:
             if first.kind != "donor" and first.name:
                 name += f", {first.name}"
             rows.append((name, *_merging_cells(task.arm, group)))
-            top1 = [mean(scores) for scores in by_model(group).values()]
+            top1 = list(map(mean, by_model(group).values()))
             ends = f", ends: {first.ends}" if first.ends else ""
             dots.append((task.arm, f"{name}{ends}", top1))
     if not rows:
