@@ -651,3 +651,18 @@ def test_a_backbone_that_records_its_states_trains_group_by_group() -> None:
             rows.append(pooled(model(x[row : row + 1])))
     wanted = F.cross_entropy(torch.cat(rows), labels)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+# --- batches without an image ---------------------------------------------------------------------
+
+
+def test_an_empty_batch_has_logits_but_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    """No trial runs without an image, so nothing is said of blocks that share more than a state."""
+    model = wrapped(Net)
+    inputs, labels = batch(0)
+    for _, logits in ls.forward_many(model, inputs, ["1,0,2,3", "0,1,2,3"]):
+        assert logits.shape == (0, CLASSES)
+    assert not caplog.messages
+    for method in ("layershuffle", "anyorder"):
+        with pytest.raises(UsageError, match="no image"):
+            ls.Method(method).loss(model, inputs, labels, step=0)

@@ -77,7 +77,8 @@ def run_many(
     for index, order in enumerate(orders):
         indices.setdefault(order_of(order, stack.depth), []).append(index)
     ranked = sorted(indices, key=lambda order: order.steps)
-    alike = len(ranked) > 1 and sharing_of(model, images, forward=call).shared
+    # Without an image there is nothing to try, and nothing to share.
+    alike = len(ranked) > 1 and len(images) > 0 and sharing_of(model, images, forward=call).shared
     shared = Shared()
     for order, following in zip(ranked, [*ranked[1:], None], strict=True):
         if not alike:

@@ -56,6 +56,11 @@ def loss_along(
     blocks, runs the groups one after the other, and an exit as a forward of its own: the same loss,
     in more time.
     """
+    if not len(images):
+        raise UsageError(
+            "The batch has no image, so it has no loss",
+            hint="leave empty batches out, as drop_last=True of a DataLoader does with the last",
+        )
     orders = orders[: len(images)]  # a batch may have fewer images than there are groups
     if exit_after is not None:  # and then only shorter orders than the exit was drawn for
         exit_after = min(exit_after, max(map(len, orders)))
