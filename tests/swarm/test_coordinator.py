@@ -351,6 +351,39 @@ def test_a_host_that_says_too_much_or_cannot_be_started_is_tried_again_and_ends_
     )
 
 
+@pytest.mark.parametrize(
+    ("script", "messages"),
+    [
+        ("echo 2026-01-01 10:00:00,0 INFO assigns 12 blocks >&2; exit 0", []),
+        (
+            "echo MemoryError: no room >&2; echo 2026-01-01 10:00:00,0 INFO assigns 12 >&2; exit 4",
+            ["The process of host a has ended (4): MemoryError: no room"],
+        ),
+    ],
+)
+def test_the_end_of_a_process_quotes_its_error(
+    script: str,
+    messages: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And not the last line of its log; a process that was asked to end is no fault."""
+    begin, begun = asyncio.create_subprocess_exec, list[str]()
+
+    async def started(*words: str, **how: object) -> asyncio.subprocess.Process:
+        begun.append(words[-1])
+        return await begin("sh", "-c", script if len(begun) == 1 else "exec sleep 60", **how)
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+        children = Children(("a",), limits=Limits(restart_ms=1))
+        async with beside(children.run()):
+            await until(lambda: len(begun) == 2)
+
+    asyncio.run(main())
+    assert caplog.messages == messages
+
+
 def test_a_held_host_stays_away(tmp_path: Path) -> None:
     async def main() -> None:
         async with gateway() as site, family(site, hosts=2) as children:

@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from layershuffle.ground.text import one_line
 
 _PR_SET_PDEATHSIG = 1
 _KEPT = 1000  # bytes of what a process said last
+# A line of a host's log that tells of no fault: date, time, level.
+_QUIET = re.compile(r"\S+ \S+ (DEBUG|INFO) ")
 _log = logging.getLogger(__name__)
 
 
@@ -99,11 +102,17 @@ class Children:
             if 1000 * (loop.time() - begun) >= limits.stable_ms:
                 pause_ms = limits.restart_ms / 2
             pause_ms = min(2 * pause_ms, limits.restart_max_ms)
-            _log.warning("The process of host %s %s", name, end)
+            if end:
+                _log.warning("The process of host %s %s", name, end)
+            else:
+                _log.info("The process of host %s has ended, as it was asked to", name)
             await asyncio.sleep(pause_ms / 1000)
 
     async def _run(self, name: str) -> str:
-        """Start the process of a host and wait for its end; returns how it ended."""
+        """Start the process of a host and wait for its end.
+
+        Returns how it ended, with the last error that it wrote; "" if it was asked to end.
+        """
         words = (*self._words, "--name", name)
         reading, writing = os.pipe()
         try:
@@ -122,8 +131,16 @@ class Children:
         # Not by lines, of which a reader refuses long ones.
         while more := await process.stderr.read(_KEPT):
             tail = (tail + more)[-_KEPT:]
-        last = tail.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"has ended ({await process.wait()}): {last}"
+        code = await process.wait()
+        return f"has ended ({code}){_last_error(tail)}" if code else ""
+
+
+def _last_error(tail: bytes) -> str:
+    """": " and the last line that tells of a fault, of what a process wrote; "" if none does."""
+    for line in reversed(tail.decode(errors="replace").splitlines()):
+        if line.strip() and not _QUIET.match(line):
+            return f": {line.strip()}"
+    return ""
 
 
 # Loaded here, because nothing may be imported between fork and exec.
