@@ -53,7 +53,7 @@ def flops_of(model: nn.Module) -> tuple[int, int]:
     sketch = copy.deepcopy(model).to("meta").float()
     image = torch.empty(1, view.channels, view.height, view.width, device="meta")
     with FlopCounterMode(display=False) as counter:
-        logits = logits_of(sketch(image))
+        logits = logits_of(sketch(image), sketch)
         # The counter continues, so its value after the backward pass includes the forward pass.
         forward = counter.get_total_flops()
         F.cross_entropy(logits, torch.zeros(1, dtype=torch.long, device="meta")).backward()  # type: ignore[no-untyped-call]

@@ -191,7 +191,7 @@ def training_side(
             running(workload.model, drawn.draw(depth, seed=0, step=next(steps))),
             torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"),
         ):
-            logits = logits_of(workload.model(images)).float()
+            logits = logits_of(workload.model(images), workload.model).float()
         F.cross_entropy(logits, labels).backward()
         if optimiser is not None:
             optimiser.step()

@@ -129,7 +129,7 @@ def check(workload: Workload, state: Tensor, *, size: int) -> float:
     order = ExecutionOrder.in_rounds([range(k, k + size) for k in range(0, depth, size)], depth)
 
     def forward(images: Tensor) -> Tensor:
-        return logits_of(model(images))
+        return logits_of(model(images), model)
 
     ours = run_head(model, workload.images, state=state, forward=forward)
     with running(model, order):
@@ -142,7 +142,7 @@ def rounds_of(workload: Workload, size: int) -> tuple[list[nn.Module], BlockRoun
     """The blocks, the same in rounds of `size`, and the state that enters the first."""
     model = workload.model.eval()
     blocks = list(blocks_of(model))
-    state, _ = run_stem(model, workload.images, forward=lambda x: logits_of(model(x)))
+    state, _ = run_stem(model, workload.images, forward=lambda x: logits_of(model(x), model))
     return blocks, [blocks[k : k + size] for k in range(0, len(blocks), size)], state
 
 

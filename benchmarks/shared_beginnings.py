@@ -57,7 +57,7 @@ def one_by_one_and_together(
         outputs = []
         for order in orders:
             with running(model, order):
-                outputs.append(logits_of(model(images)))
+                outputs.append(logits_of(model(images), model))
         return outputs
 
     def together() -> list[Tensor]:

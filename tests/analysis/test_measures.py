@@ -14,7 +14,7 @@ from subjects import subject_of
 from torch.utils.data import TensorDataset
 
 import layershuffle as ls
-from common import CLASSES, DEPTH, FAMILIES, HEADS, PERMUTED, SIZE, assert_close, images
+from common import CLASSES, DEPTH, FAMILIES, HEADS, PERMUTED, SIZE, assert_close, images, logits_of
 from layershuffle.analysis import attention, attribution, leave_one_out, norms, position, umap
 from layershuffle.analysis.attention import AttentionWatch
 from layershuffle.analysis.features import pooled
@@ -23,7 +23,6 @@ from layershuffle.analysis.position_table import grid
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, running, with_hooks
-from layershuffle.core.tensors import logits_of
 from layershuffle.data import Split
 from layershuffle.ground.errors import UsageError
 from refusals import refuses

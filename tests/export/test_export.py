@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layershuffle as ls
-from common import FAMILIES, images
+from common import FAMILIES, images, logits_of
 from exported import SHIPPED, exported_digits
 from layershuffle.cli import main
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import blocks_of
-from layershuffle.core.tensors import logits_of
 from layershuffle.export import export_model, export_whole, folder
 from layershuffle.export.folder import _accuracy, _constants
 from layershuffle.export.graphs import BlockForm, BlockPrecision, block_alone, form_of

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import layershuffle as ls
-from common import FAMILIES, images, redraw
+from common import FAMILIES, images, logits_of, redraw
 from layershuffle.core.policies import Shuffled, policy_to_json
-from layershuffle.core.tensors import logits_of
 from layershuffle.ground.errors import ModelFileError
 
 TINY = "pretrained=false&depth=2&embed_dim=32&num_heads=2&img_size=32&patch_size=8"

@@ -18,8 +18,7 @@ from timm.data import create_transform, resolve_data_config
 from torch import nn
 
 import layershuffle as ls
-from common import CLASSES, FAMILIES, SIZE, assert_close
-from layershuffle.core.tensors import logits_of
+from common import CLASSES, FAMILIES, SIZE, assert_close, logits_of
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.ground.errors import ModelFileError, UsageError
 from layershuffle.images.view import ImageView, resized_as, resized_size, uncropped_size

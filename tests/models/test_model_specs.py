@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import transformers
 from saved_models import RECORD, TINY, assert_same_model, outputs
@@ -131,8 +132,13 @@ def test_another_number_of_classes_gives_a_fresh_head_loudly(
 
 def test_logits_of_every_kind_of_output() -> None:
     plain = torch.tensor([[1.0, 2.0]])
-    assert logits_of(plain) is plain
-    assert logits_of(transformers.modeling_outputs.ImageClassifierOutput(logits=plain)) is plain
-    assert torch.equal(logits_of((plain, 3 * plain)), 2 * plain)
-    with refuses(UsageError):
-        logits_of({"boxes": plain})
+    model = torch.nn.Identity()
+    output = transformers.modeling_outputs.ImageClassifierOutput(logits=plain)
+    assert logits_of(plain, model) is plain
+    assert logits_of(output, model) is plain
+    distilled = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2)
+    distilled.set_distilled_training(True)
+    assert torch.equal(logits_of((plain, 3 * plain), distilled), 2 * plain)
+    for other in ((plain, 3 * plain), {"boxes": plain}):
+        with refuses(UsageError):
+            logits_of(other, model)

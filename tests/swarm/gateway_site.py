@@ -95,7 +95,7 @@ class PicoModel:
             return run_head(self._model, blank, state=state, forward=self._logits).numpy()
 
     def _logits(self, images: torch.Tensor) -> torch.Tensor:
-        return logits_of(self._model(images))
+        return logits_of(self._model(images), self._model)
 
 
 def made_up(depth: int = DEPTH) -> Calibration:

@@ -182,7 +182,7 @@ def right_by_hand(spec, order):
     count = 0
     with torch.inference_mode(), ls.running(model, order):
         for pixels, label in pairs:
-            logits = logits_of(model(PixelFinish(DIGIT_VIEW, 16)(pixels[None])))
+            logits = logits_of(model(PixelFinish(DIGIT_VIEW, 16)(pixels[None])), model)
             count += int(logits.argmax()) == label
     return count
 
@@ -364,7 +364,7 @@ def test_a_model_of_ones_own_answers_beside_another_for_pictures_of_its_data(tmp
     answer = post(bench, "/page/score", "2,0,1").json()
     model = ls.wrap(ls.load(spec)).eval()
     with torch.no_grad(), ls.running(model, ExecutionOrder((2, 0, 1), 3)):
-        guesses = logits_of(model(bench.pictures.images)).argmax(-1)
+        guesses = logits_of(model(bench.pictures.images), model).argmax(-1)
     right = int((guesses == bench.pictures.classes).sum())
     assert answer == {"order": "2,0,1", "right": {"ours": right, "ordinary": right}, "of": 6}
 

@@ -136,7 +136,7 @@ class Children:
 
 
 def _last_error(tail: bytes) -> str:
-    """": " and the last line that tells of a fault, of what a process wrote; "" if none does."""
+    """ ": " and the last line that tells of a fault, of what a process wrote; "" if none does."""
     for line in reversed(tail.decode(errors="replace").splitlines()):
         if line.strip() and not _QUIET.match(line):
             return f": {line.strip()}"
