@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import layershuffle as ls
 from common import DIGITS_VIT
 from layershuffle import cli
-from layershuffle.gateway.http.upkeep import state_directory
+from layershuffle.gateway.http.operator import state_directory
 from layershuffle.ground.errors import LayerShuffleError, UsageError, of_the_machine
 from layershuffle.ground.files import (
     explained,

@@ -59,7 +59,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"{FIT} --opt adamw",
             "Unknown option: --opt. Next: here it is Adam; --weight-decay makes",
         ),
-        (f"{EVAL} --modes shuffled", "Next: did you mean 'arbitrary'?"),
+        (
+            f"{EVAL} --modes shuffled",
+            "'shuffled' is not an evaluation mode: did you mean 'arbitrary'?",
+        ),
         ("eval bundled:digits", "--data is missing"),
         ("swarm drain", "HOST is missing"),
         ("merge", "MODEL is missing"),

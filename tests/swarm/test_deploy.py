@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from dial_site import BUSY, Site, dialled
+from dial_site import BUSY, Site, dialled, digits
 from gateway_site import certify, picture, run, site, started
 
 from layershuffle import cli
@@ -210,7 +210,7 @@ def test_nginx_passes_requests_and_hosts_on_and_answers_what_is_not_http(tmp_pat
     lines = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
 
     async def serving(tell: Any) -> None:
-        hosts = Site(BUSY, 1)
+        hosts = Site(digits(), BUSY, parallel=1)
         async with (
             site() as place,
             listening(place.app, trusted=["127.0.0.1"]) as (clients, _),

@@ -520,10 +520,23 @@ def one_of_each():
         hosts.append({**host, "compute_ms": 1.5, "visits": 3})
         hop = {"host": name, "block": place, "begun_ms": 9 * place, "ms": 30, "outcome": outcome}
         route.append({**hop, "why": MARKUP if place else ""})
-    swarm = {"hosts": hosts, "counters": {"answered": 3}, "model": MARKUP, "depth": 12}
+    swarm = {
+        "hosts": hosts,
+        "counters": {"answered": 3},
+        "model": MARKUP,
+        "depth": 12,
+        "fixed": [0, 0],
+    }
     swarm |= {"unreachable_blocks": [10, 11], "expected": None, "expected_why": MARKUP}
     top = [{"label": MARKUP, "index": 0, "probability": 1.0}]
-    answer = {"top": top, "depth": 12, "blocks": [0, 5], "route": route, "ms": {"total": 70}}
+    answer = {
+        "top": top,
+        "depth": 12,
+        "fixed": [0, 0],
+        "blocks": [0, 5],
+        "route": route,
+        "ms": {"total": 70},
+    }
     answer |= {"skipped": [{"block": 3, "why": MARKUP}], "expected": None, "expected_why": ""}
     return swarm, answer
 

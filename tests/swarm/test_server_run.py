@@ -345,7 +345,7 @@ def test_five_addresses_of_silent_connections_shut_nobody_out():
     limits = GatewayLimits(head_ms=600_000, client_connections=16, connections=64)
 
     async def go():
-        place = Site(BUSY, 1)
+        place = Site(digits(), BUSY, parallel=1)
         async with (
             listening(place, limits=limits, members=place.members) as (listener, _),
             AsyncExitStack() as stack,
