@@ -12,7 +12,7 @@ import asyncio
 from layershuffle.gateway.brain import state
 from layershuffle.gateway.brain.messages import Route, State, Visit, Visited, VisitError
 from layershuffle.gateway.brain.policy import hop_limit
-from layershuffle.gateway.brain.state import HostView, expected, lag_of
+from layershuffle.gateway.brain.state import HostState, expected, lag_of
 from layershuffle.gateway.hosts.router import Router
 
 _LOOK = 0.01  # seconds between looks for a host of a block that nobody holds
@@ -68,7 +68,7 @@ class Pipeline:
             values = answer
         return values, self.router.depth
 
-    def _holders(self, block: int) -> list[HostView]:
+    def _holders(self, block: int) -> list[HostState]:
         """The usable hosts of a block, those first that are expected to answer first."""
         swarm = self.router.swarm
         pace = swarm.pace(self.router.limits)
@@ -76,7 +76,7 @@ class Pipeline:
         return sorted(holders, key=lambda host: expected(host, pace=pace))
 
     async def _visit(
-        self, host: HostView, block: int, *, values: State, left: float, patient: bool
+        self, host: HostState, block: int, *, values: State, left: float, patient: bool
     ) -> tuple[State | None, Visited]:
         """The state after a block, `None` if the visit failed, and the hop."""
         router = self.router

@@ -15,11 +15,11 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from layershuffle.gateway.brain import state
-from layershuffle.gateway.brain.assignment import BlockFile, Holder, assign
+from layershuffle.gateway.brain.assignment import BlockFile, HostCapacity, assign
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.messages import State
 from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
-from layershuffle.gateway.brain.state import HostView, Swarm, retry_after
+from layershuffle.gateway.brain.state import HostState, Swarm, retry_after
 from layershuffle.gateway.brain.sureness import Stop
 from layershuffle.gateway.hosts.health import HealthMonitor, Reference
 from layershuffle.gateway.hosts.router import Router
@@ -141,8 +141,8 @@ class _Simulation:
         router.swarm = Swarm(self._view(name) for name in devices)
         self.health = HealthMonitor(router, seed=seed)
 
-    def _view(self, name: str) -> HostView:
-        return HostView(name, self.blocks[name])
+    def _view(self, name: str) -> HostState:
+        return HostState(name, self.blocks[name])
 
     async def _expect_all(self) -> None:
         """Begin the health checks of all hosts, spread over the time between two canaries.
@@ -290,7 +290,7 @@ class _Simulation:
         swarm = self.router.swarm
         present = [name for name, host in self.hosts.items() if host.alive]
         holders = [
-            Holder(
+            HostCapacity(
                 name,
                 memory=len(self.devices[name].blocks),
                 blocks=self.blocks[name],
@@ -305,7 +305,7 @@ class _Simulation:
                 continue
             self.blocks[name] = blocks
             ready = swarm[name].blocks & blocks
-            change = partial(HostView._replace, blocks=ready, loading=blocks - ready)
+            change = partial(HostState._replace, blocks=ready, loading=blocks - ready)
             self.router.update(name, change)
             self.health.forget(name, before - blocks)
             self.loop.call_later(_LOAD, self._load, name)
@@ -313,7 +313,7 @@ class _Simulation:
     def _load(self, name: str) -> None:
         """What a host was given has been loaded and tested, if it is still up."""
         if self.hosts[name].alive:
-            change = partial(HostView._replace, blocks=self.blocks[name], loading=frozenset())
+            change = partial(HostState._replace, blocks=self.blocks[name], loading=frozenset())
             self.router.update(name, change)
             self._expect(name)
 

@@ -19,7 +19,7 @@ from layershuffle.gateway.brain.messages import Route, State, Visit
 from layershuffle.gateway.brain.rounds import Cell, Rounds
 from layershuffle.gateway.brain.settings import Wire
 from layershuffle.gateway.calibration.served import ServedModel
-from layershuffle.gateway.hosts.connections import Members
+from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.router import Router
 from layershuffle.gateway.hosts.service import beside
@@ -46,7 +46,7 @@ class Site:
 
     def __init__(self, model: ServedModel, limits: Limits, *, parallel: int) -> None:
         self.model = model
-        self.members = Members(self.model, token=TOKEN)
+        self.members = ConnectedHosts(self.model, token=TOKEN)
         rounds = Rounds(
             {kept: Cell(kept, parallel=parallel) for kept in range(1, len(model.hosted) + 1)},
             max_age=2 * parallel,

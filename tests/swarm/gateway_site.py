@@ -22,7 +22,7 @@ from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tensors import logits_of
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.messages import Answer
-from layershuffle.gateway.brain.state import HostView, Swarm
+from layershuffle.gateway.brain.state import HostState, Swarm
 from layershuffle.gateway.calibration.calibration import Calibration, CellAccuracy
 from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.hosts.router import Router
@@ -198,7 +198,7 @@ async def site(
     transport = Blocks(make())
     clock = asyncio.get_running_loop().time
     router = Router(transport, depth=DEPTH, limits=swarm, clock=clock)
-    router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in hosts.items())
+    router.swarm = Swarm(HostState(name, frozenset(blocks)) for name, blocks in hosts.items())
     remote_model = RemoteModel(PicoModel(make()), router, calibration=calibration)  # type: ignore[arg-type]
     gateway = Gateway(remote_model, coordinator, keys=Keys(keys), **options)
     app = create_app(gateway, page=page)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layershuffle.gateway.brain.assignment import Assignment, BlockFile, Holder, assign
+from layershuffle.gateway.brain.assignment import Assignment, BlockFile, HostCapacity, assign
 
 BLOCKS = [BlockFile(f"{number:064x}", 10) for number in range(12)]
 
@@ -17,7 +17,7 @@ files = st.lists(
 )
 devices = st.lists(
     st.builds(
-        Holder,
+        HostCapacity,
         st.sampled_from([f"host-{number}" for number in range(8)]),
         st.integers(0, 130),
         st.floats(0.1, 100),
@@ -29,12 +29,12 @@ devices = st.lists(
 )
 
 
-def after(given: list[Holder], held: Assignment) -> list[Holder]:
+def after(given: list[HostCapacity], held: Assignment) -> list[HostCapacity]:
     """The devices once they hold what they were assigned."""
     return [replace(device, blocks=held.get(device.name, device.blocks)) for device in given]
 
 
-def now_of(given: list[Holder]) -> Assignment:
+def now_of(given: list[HostCapacity]) -> Assignment:
     return {device.name: device.blocks for device in given}
 
 
@@ -48,7 +48,7 @@ def copies_of(digest: str, held: Assignment, blocks: list[BlockFile]) -> int:
 
 @given(devices, files)
 def test_memory_holds_and_no_block_is_left_out_while_there_is_room(
-    given: list[Holder], blocks: list[BlockFile]
+    given: list[HostCapacity], blocks: list[BlockFile]
 ) -> None:
     held = assign(given, blocks)
     assert held.keys() == {device.name for device in given}
@@ -73,7 +73,7 @@ def test_memory_holds_and_no_block_is_left_out_while_there_is_room(
 
 @given(devices, files)
 def test_nothing_moves_while_nobody_comes_or_goes(
-    given: list[Holder], blocks: list[BlockFile]
+    given: list[HostCapacity], blocks: list[BlockFile]
 ) -> None:
     held = assign(given, blocks)
     assert assign(after(given, held), blocks) == held
@@ -82,7 +82,7 @@ def test_nothing_moves_while_nobody_comes_or_goes(
 
 @given(devices, files, st.integers(0, 7))
 def test_who_stays_keeps_its_blocks_but_for_one_that_nobody_else_can_take(
-    given: list[Holder], blocks: list[BlockFile], leaver: int
+    given: list[HostCapacity], blocks: list[BlockFile], leaver: int
 ) -> None:
     held = assign(given, blocks)
     left = [d for d in after(given, held) if d.name != given[leaver % len(given)].name]
@@ -98,10 +98,10 @@ def test_who_stays_keeps_its_blocks_but_for_one_that_nobody_else_can_take(
 
 @given(devices, files)
 def test_a_newcomer_takes_nothing_from_the_others(
-    given: list[Holder], blocks: list[BlockFile]
+    given: list[HostCapacity], blocks: list[BlockFile]
 ) -> None:
     held = assign(given, blocks)
-    now = assign([*after(given, held), Holder("new", 1000)], blocks)
+    now = assign([*after(given, held), HostCapacity("new", 1000)], blocks)
     gone = [held[device.name] - now[device.name] for device in given]
     # But where a block had no holder, and its place was taken.
     orphans = sum(copies_of(f.digest, held, blocks) == 0 for f in blocks)
@@ -110,10 +110,10 @@ def test_a_newcomer_takes_nothing_from_the_others(
 
 @given(devices, files, st.lists(st.integers(0, 7), max_size=5))
 def test_blocks_that_enough_have_loaded_are_given_up_and_no_other(
-    given: list[Holder], blocks: list[BlockFile], order: list[int]
+    given: list[HostCapacity], blocks: list[BlockFile], order: list[int]
 ) -> None:
     """Hosts join one after the other, and load what they get before the next one comes."""
-    there: list[Holder] = []
+    there: list[HostCapacity] = []
     for number in [*order, *range(len(given))]:
         newcomer = given[number % len(given)]
         if newcomer.name not in {device.name for device in there}:
@@ -130,9 +130,9 @@ def test_blocks_that_enough_have_loaded_are_given_up_and_no_other(
 
 
 def test_who_was_first_gives_up_what_later_ones_have_loaded() -> None:
-    there: list[Holder] = []
+    there: list[HostCapacity] = []
     for number in range(4):
-        there.append(Holder(f"host-{number}", 1000))
+        there.append(HostCapacity(f"host-{number}", 1000))
         for _ in range(3):
             held = assign(there, BLOCKS)
             there = [replace(d, blocks=held[d.name], ready=held[d.name]) for d in there]
@@ -146,20 +146,22 @@ def test_equal_hosts_hold_equally_many_and_each_block_at_least_twice(
     hosts: int, speed: float
 ) -> None:
     """Also where each holds one block, and there are more of them than blocks to hold twice."""
-    held = assign([Holder(f"host-{n}", 1000, speed) for n in range(hosts)], BLOCKS)
+    held = assign([HostCapacity(f"host-{n}", 1000, speed) for n in range(hosts)], BLOCKS)
     assert {len(places) for places in held.values()} == {max(1, 24 // hosts)}
     assert {copies_of(file.digest, held, BLOCKS) for file in BLOCKS} == {max(2, hosts // 12)}
 
 
 def test_fast_hosts_hold_more() -> None:
-    held = assign([Holder("fast", 1000, 3.0), Holder("a", 1000), Holder("b", 1000)], BLOCKS)
+    held = assign(
+        [HostCapacity("fast", 1000, 3.0), HostCapacity("a", 1000), HostCapacity("b", 1000)], BLOCKS
+    )
     assert len(held["fast"]) == 12
     assert len(held["a"]) == len(held["b"]) == 6
 
 
 def test_a_host_takes_what_lies_on_its_disk() -> None:
     mine = frozenset(file.digest for file in BLOCKS[6:])
-    given = [Holder("a", 60), Holder("b", 60, on_disk=mine)]
+    given = [HostCapacity("a", 60), HostCapacity("b", 60, on_disk=mine)]
     assert assign(given, BLOCKS, copies=1) == {
         "a": frozenset(range(6)),
         "b": frozenset(range(6, 12)),
@@ -167,19 +169,19 @@ def test_a_host_takes_what_lies_on_its_disk() -> None:
 
 
 def test_a_departed_block_is_taken_over_and_a_newcomer_gets_work() -> None:
-    given = [Holder(f"host-{n}", 1000) for n in range(4)]
+    given = [HostCapacity(f"host-{n}", 1000) for n in range(4)]
     held = assign(given, BLOCKS)
     left = after(given, held)[1:]
     now = assign(left, BLOCKS)
     assert {copies_of(file.digest, now, BLOCKS) for file in BLOCKS} <= {2, 3}
     assert all(now[device.name] >= device.blocks for device in left)
-    grown = assign([*after(left, now), Holder("new", 1000)], BLOCKS)
+    grown = assign([*after(left, now), HostCapacity("new", 1000)], BLOCKS)
     assert len(grown["new"]) == 6
     assert all(grown[device.name] == now[device.name] for device in left)
 
 
 def test_a_block_without_a_holder_takes_the_place_of_one_with_two() -> None:
-    full = Holder("a", 20, blocks=frozenset({0, 1}))
-    also = Holder("b", 20, blocks=frozenset({0, 1}))
+    full = HostCapacity("a", 20, blocks=frozenset({0, 1}))
+    also = HostCapacity("b", 20, blocks=frozenset({0, 1}))
     held = assign([full, also], BLOCKS[:3])
     assert {place for places in held.values() for place in places} == {0, 1, 2}

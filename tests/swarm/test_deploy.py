@@ -20,7 +20,7 @@ from gateway_site import certify, picture, run, site, started
 
 from layershuffle import cli
 from layershuffle.cli.serving import UpCommand
-from layershuffle.gateway.hosts.connections import Members
+from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.http.keys import pinned
 from layershuffle.gateway.http.listening import listening
 from layershuffle.gateway.http.upkeep import Upkeep
@@ -229,7 +229,7 @@ def test_nginx_passes_requests_and_hosts_on_and_answers_what_is_not_http(tmp_pat
             secured.sendall(sent)
             return b"".join(iter(lambda: secured.recv(1 << 16), b"")).decode()
 
-    async def dial(members: Members) -> None:
+    async def dial(members: ConnectedHosts) -> None:
         """A host says hello through nginx."""
         place: Any = SimpleNamespace(url=f"wss://127.0.0.1:{port_of_hosts}")
         async with dialled(place, ssl=pinned(tmp_path / "cert.pem")) as host:

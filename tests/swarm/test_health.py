@@ -15,7 +15,7 @@ from clock import loop_time, run_virtual
 from layershuffle.gateway.brain import state
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.messages import Answer, Visit, Visited
-from layershuffle.gateway.brain.state import HostView, Swarm
+from layershuffle.gateway.brain.state import HostState, Swarm
 from layershuffle.gateway.hosts.health import (
     Habit,
     HealthMonitor,
@@ -95,12 +95,13 @@ def test_which_hosts_are_due():
     """Suspects from their `retry_at` on; those that serve, and those that leave, each second."""
     blocks = frozenset({0, 1})
     views = [
-        HostView("fresh", blocks), HostView("gone", blocks, "gone"),
-        HostView("late", blocks, "suspect", retry_at=11.0), HostView("leaving", blocks, "draining"),
-        HostView("now", blocks, "suspect", retry_at=9.0), HostView("out", blocks, "shut-out"),
+        HostState("fresh", blocks), HostState("gone", blocks, "gone"),
+        HostState("late", blocks, "suspect", retry_at=11.0),
+        HostState("leaving", blocks, "draining"),
+        HostState("now", blocks, "suspect", retry_at=9.0), HostState("out", blocks, "shut-out"),
     ]  # fmt: skip
     router = Router(FakeHosts(), depth=DEPTH, limits=LIMITS, clock=lambda: 0.0)
-    router.swarm = Swarm([*views, HostView("strange", blocks)])
+    router.swarm = Swarm([*views, HostState("strange", blocks)])
     health = HealthMonitor(router, seed=0)
     for view in views:
         health.expect(view.name, references_of(1, blocks))
@@ -114,7 +115,7 @@ def test_which_hosts_are_due():
 
 
 def test_a_busy_host_has_longer_for_a_canary():
-    idle, busy = HostView("a", frozenset({0}), compute=0.02, link=0.0), None
+    idle, busy = HostState("a", frozenset({0}), compute=0.02, link=0.0), None
     busy = state.sent(idle, 10)
     swarm = Swarm([idle])
     assert patience(idle, swarm, limits=LIMITS) == 0.5
@@ -151,7 +152,7 @@ def trusted(check, limits, blocks=(0, 1), hosts="ab"):
         health = HealthMonitor(router, seed=0)
         for name in names:
             hosts.add(name, blocks)
-            router.put(HostView(name, frozenset(blocks)))
+            router.put(HostState(name, frozenset(blocks)))
             health.expect(name, references_of(1, blocks))
         await check(health, hosts)
         await health.close()
@@ -312,7 +313,7 @@ def test_a_host_that_lies_now_and_then_is_out_by_the_share_of_audits():
     async def visits_of(seed):
         router = Router(FakeHosts(), depth=DEPTH, limits=Limits(audit_share=0.02), clock=loop_time)
         health, chance = HealthMonitor(router, seed=seed), np.random.default_rng(seed + 100)
-        router.put(HostView("a", frozenset({0})))
+        router.put(HostState("a", frozenset({0})))
         health.expect("a", references_of(1, [0]))
         for visits in count(1):
             hopped(health, "a", computed(START, 0) * (1.5 if chance.random() < 0.01 else 1.0))

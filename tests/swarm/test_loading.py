@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from virtual_site import VirtualHost, VirtualSite, virtual_gateway
 
 from clock import run_virtual
-from layershuffle.gateway.brain.assignment import BlockFile, Holder, Loading, assign, overdue
+from layershuffle.gateway.brain.assignment import BlockFile, HostCapacity, Loading, assign, overdue
 from layershuffle.gateway.brain.limits import Limits
 from waiting import until
 
@@ -112,11 +112,13 @@ def test_who_failed_counts_for_what_it_has_loaded(
     hosts: list[tuple[frozenset[int], frozenset[int]]],
 ) -> None:
     """A host with room for all holds all, whatever the failed ones claim; they try one each."""
-    devices = [Holder("good", 120)]
+    devices = [HostCapacity("good", 120)]
     for number, (ready, failed) in enumerate(hosts):
         name = f"host-{number}"
         everything = frozenset(range(DEPTH))
-        devices.append(Holder(name, 10**6, 1e6, blocks=everything, ready=ready, failed=failed))
+        devices.append(
+            HostCapacity(name, 10**6, 1e6, blocks=everything, ready=ready, failed=failed)
+        )
     held = assign(devices, FILES)
     doubted = [device for device in devices if device.failed]
     for device in doubted:
@@ -126,7 +128,7 @@ def test_who_failed_counts_for_what_it_has_loaded(
         loaded = frozenset().union(*(device.ready for device in doubted))
         assert held["good"] | loaded == frozenset(range(DEPTH))
     again = [
-        Holder(d.name, d.memory, d.speed, blocks=held[d.name], ready=d.ready, failed=d.failed)
+        HostCapacity(d.name, d.memory, d.speed, blocks=held[d.name], ready=d.ready, failed=d.failed)
         for d in devices
     ]
     assert assign(again, FILES) == held, "nothing moves while nothing changes"

@@ -17,7 +17,7 @@ from layershuffle.gateway.brain.policy import (
     skipped,
 )
 from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
-from layershuffle.gateway.brain.state import HostView, Swarm
+from layershuffle.gateway.brain.state import HostState, Swarm
 
 LIMITS = Limits(reserve_ms=10)
 THREE = Rounds({kept: Cell(kept, parallel=3) for kept in range(1, 7)}, max_age=4)
@@ -25,7 +25,7 @@ AGAIN = Rounds({kept: Cell(kept, 3 if kept == 2 else 1, 2) for kept in range(1, 
 
 
 def host(name, *blocks, **fields):
-    return HostView(name, frozenset(blocks), **{"compute": 0.004, "link": 0.002, **fields})
+    return HostState(name, frozenset(blocks), **{"compute": 0.004, "link": 0.002, **fields})
 
 
 def next_of(*hosts, rounds=QUEUE, now=0.0, walks=1, done=(), **progress):

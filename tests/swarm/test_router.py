@@ -15,7 +15,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.messages import Answer, VisitError
 from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
-from layershuffle.gateway.brain.state import HostView, Swarm
+from layershuffle.gateway.brain.state import HostState, Swarm
 from layershuffle.gateway.hosts.router import Router
 
 LIMITS = Limits(reserve_ms=5, hop_floor_ms=60, suspect_ms=100, probe_ms=200)
@@ -70,7 +70,7 @@ def routed(acts, hosts, *, depth=4, seconds=1.0, later=None, start=START, **opti
         transport = Scripted(acts)
         router = Router(transport, depth=depth, clock=loop_time, **{"limits": LIMITS, **options})
         router.swarm = Swarm(
-            HostView(name, frozenset(blocks), compute=0.001, link=0.001)
+            HostState(name, frozenset(blocks), compute=0.001, link=0.001)
             for name, blocks in hosts.items()
         )
         if later is not None:
@@ -179,7 +179,7 @@ def test_one_visit_strikes_once():
 
     async def go():
         router = Router(Expired(), depth=1, limits=LIMITS, clock=loop_time)
-        router.swarm = Swarm([HostView("a", frozenset({0}), compute=0.001, link=0.001)])
+        router.swarm = Swarm([HostState("a", frozenset({0}), compute=0.001, link=0.001)])
         _, route = await router.walk(START, deadline=router.clock() + 0.3)
         return route, router.swarm["a"]
 
@@ -251,7 +251,7 @@ def test_a_change_of_the_swarm_wakes_every_request_that_waits():
 
     async def go():
         router = Router(Scripted(), depth=2, limits=LIMITS, clock=loop_time)
-        away = [HostView(n, frozenset({b}), "suspect", retry_at=0.5) for b, n in enumerate("ab")]
+        away = [HostState(n, frozenset({b}), "suspect", retry_at=0.5) for b, n in enumerate("ab")]
         router.swarm = Swarm(away)
         for when, name in ((0.2, "a"), (0.4, "b")):
             asyncio.get_running_loop().call_later(when, healthy(name), router)
@@ -287,7 +287,7 @@ def test_a_host_that_falls_silent_is_blamed_though_the_deadline_is_near(act, str
         router.observers.append(take)
         view = {"compute": 0.004, "link": 0.002}
         router.swarm = Swarm(
-            [HostView("a", frozenset({0}), **view), HostView("b", frozenset({1}), **view)]
+            [HostState("a", frozenset({0}), **view), HostState("b", frozenset({1}), **view)]
         )
         _, route = await router.walk(START, deadline=0.1)
         return route, router.swarm["a"].condition
@@ -303,7 +303,7 @@ def test_a_cancelled_request_drops_its_visits():
     async def go():
         transport = Scripted(slow_visits(SIX, 0.01))
         router = Router(transport, depth=12, limits=LIMITS, rounds=THREE, clock=loop_time)
-        router.swarm = Swarm(HostView(name, frozenset(blocks)) for name, blocks in SIX.items())
+        router.swarm = Swarm(HostState(name, frozenset(blocks)) for name, blocks in SIX.items())
         walk = asyncio.ensure_future(router.walk(START, deadline=2.0))
         await asyncio.sleep(0.015)
         walk.cancel()
@@ -391,7 +391,7 @@ def answers(hosts, rounds, requests, back=(), *, limits=HURRIED):
 
         router = Router(transport, depth=DEPTH, limits=limits, rounds=rounds, clock=clock)
         views = [
-            HostView(f"h{k}", frozenset(blocks), compute=compute, link=0.001)
+            HostState(f"h{k}", frozenset(blocks), compute=compute, link=0.001)
             for k, (blocks, compute, _) in enumerate(hosts)
         ]
         router.swarm = Swarm(views)

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from clock import SkippingLoop
 from common import DEPTH, SIZE
 from layershuffle.gateway.brain.messages import VisitError
-from layershuffle.gateway.brain.state import HostView
+from layershuffle.gateway.brain.state import HostState
 from layershuffle.gateway.http import images
 from layershuffle.gateway.http import keys as keys_module
 from layershuffle.gateway.http.admission import Admission, GatewayLimits, client_name
@@ -123,7 +123,7 @@ def test_the_time_left_is_used_before_an_answer_of_few_blocks():
         visits = place.blocks.visits
         await until(lambda: place.blocks.visits > visits)
         place.blocks.faults.clear()
-        place.router.update("b", lambda host: HostView("b", host.blocks))
+        place.router.update("b", lambda host: HostState("b", host.blocks))
         return few, refused, content, swarm, await waiting
 
     hosts = {"a": {0}, "b": {1, 2, 3}}
@@ -328,7 +328,7 @@ def test_requests_that_wait_for_a_host_shut_nobody_out():
         others = [await ask_from(place, f"10.0.0.{number}") for number in (2, 2, 3)]
         visits = place.blocks.visits - before
         assert not any(call.done() for call in waiting)
-        place.router.update("c", lambda host: HostView("c", host.blocks))
+        place.router.update("c", lambda host: HostState("c", host.blocks))
         return others, visits, await asyncio.gather(*waiting)
 
     limits = {"limits": GatewayLimits(running=4, waiting=64)}

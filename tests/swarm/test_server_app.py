@@ -14,7 +14,7 @@ from common import CLASSES, DEPTH
 from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.gateway.brain.messages import VisitError
-from layershuffle.gateway.brain.state import HostView, Swarm, retry_after
+from layershuffle.gateway.brain.state import HostState, Swarm, retry_after
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.app import Quiet
 from layershuffle.gateway.http.listening import listening
@@ -455,7 +455,7 @@ def test_hosts_that_left_are_not_counted_any_more():
     async def go(place):
         for number in range(50):
             name = f"spare-{number}"
-            place.router.swarm = Swarm([HostView(name, frozenset(range(DEPTH)))])
+            place.router.swarm = Swarm([HostState(name, frozenset(range(DEPTH)))])
             await place.classify(FILE)
         observers = [getattr(observer, "__self__", None) for observer in place.router.observers]
         (metrics,) = [observer for observer in observers if isinstance(observer, Metrics)]
@@ -473,9 +473,9 @@ def test_hosts_that_left_are_not_counted_any_more():
 
 def test_retry_after_is_the_next_probe():
     hosts = [
-        HostView("a", frozenset({0}), condition="suspect", retry_at=7.5),
-        HostView("b", frozenset({1}), condition="suspect", retry_at=6.0),
-        HostView("c", frozenset({2}), condition="gone", retry_at=1.0),
+        HostState("a", frozenset({0}), condition="suspect", retry_at=7.5),
+        HostState("b", frozenset({1}), condition="suspect", retry_at=6.0),
+        HostState("c", frozenset({2}), condition="gone", retry_at=1.0),
     ]
     assert retry_after(Swarm(hosts), now=3.5) == 3, "2.5 seconds, in whole ones"
     assert retry_after(Swarm(hosts), now=5) == 1

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from layershuffle.gateway.brain import state
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.messages import Visited
-from layershuffle.gateway.brain.state import HostView, Pace, Swarm
+from layershuffle.gateway.brain.state import HostState, Pace, Swarm
 
 LIMITS = Limits()
-HOST = HostView("a", frozenset({0, 1, 2}))
+HOST = HostState("a", frozenset({0, 1, 2}))
 
 
 def hop(outcome="answered", *, ms=10.0, compute=4.0, queue=2.0, **fields):
@@ -78,7 +78,7 @@ def test_the_longest_recent_lag_fades_from_visit_to_visit_and_is_kept_by_a_late_
 def test_load_that_slows_every_host_raises_every_limit():
     """The median of the swarm, or the host's own lag if that is longer; a new host has none."""
     lags = {"a": 0.02, "b": 0.03, "c": 0.9, "d": None}
-    hosts = {name: HostView(name, frozenset({0}), lag=lag) for name, lag in lags.items()}
+    hosts = {name: HostState(name, frozenset({0}), lag=lag) for name, lag in lags.items()}
     pace = Swarm(hosts.values()).pace(LIMITS)
     assert pace.lag == 0.03
     assert [state.lag_of(host, pace) for host in hosts.values()] == [0.03, 0.03, 0.9, 0.03]
@@ -101,7 +101,7 @@ def test_a_draining_host_stays_so_when_it_fails():
 
 def test_expected_time_counts_link_queue_and_batches():
     """8 images in batches of 8: 40 ms a batch are 5 ms an image; a visit of one waits for all 8."""
-    busy = HostView("a", frozenset({0}), compute=0.004, link=0.003, waiting=5)
+    busy = HostState("a", frozenset({0}), compute=0.004, link=0.003, waiting=5)
     assert state.expected(busy, pace=Pace(1.0, 1.0)) == pytest.approx(0.003 + 6 * 0.004)
     assert state.expected(HOST, pace=Pace(0.01, 0.5)) == pytest.approx(0.51)
     host = answered(HOST, *[Visited("a", 0, "answered", 45.0, 40.0, 2.0, batch=8.0)] * 60)
@@ -118,7 +118,7 @@ def test_waiting_counts_what_is_under_way():
 
 def test_pace_is_the_median_of_usable_hosts_or_the_prior():
     times = {"a": 0.001, "b": 0.003, "c": 0.1}
-    swarm = Swarm(HostView(n, frozenset({0}), compute=t, link=t / 2) for n, t in times.items())
+    swarm = Swarm(HostState(n, frozenset({0}), compute=t, link=t / 2) for n, t in times.items())
     assert swarm.pace(LIMITS) == Pace(0.003, 0.0015)
     assert Swarm().pace(LIMITS) == Pace(0.005, 0.005)
     swarm.put(failed(swarm["c"], "lost"))
@@ -132,7 +132,7 @@ def test_a_changed_swarm_equals_one_built_anew(changes, seed):
     conditions = ("healthy", "healthy", "suspect", "shut-out", "draining", "gone")
     for number, kind in changes:
         name = f"h{number:02}"
-        view = swarm.get(name) or HostView(name, frozenset({number % 3}))
+        view = swarm.get(name) or HostState(name, frozenset({number % 3}))
         blocks = [frozenset(draw.integers(0, 4, size=2).tolist()) for _ in range(2)]
         new = [
             view._replace(waiting=view.waiting + 1),

@@ -12,7 +12,7 @@ from dial_site import TOKEN, digits
 
 from clock import loop_time
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.hosts.connections import Members
+from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.router import Router
 from layershuffle.gateway.hosts.service import beside
@@ -30,7 +30,7 @@ class VirtualSite:
     """A coordinator of the shipped model, its members and its router."""
 
     def __init__(self, limits: Limits, **options: object) -> None:
-        self.members = Members(digits(), token=TOKEN)
+        self.members = ConnectedHosts(digits(), token=TOKEN)
         self.router = Router(self.members, depth=digits().depth, limits=limits, clock=loop_time)
         self.coordinator = Coordinator(
             digits(),

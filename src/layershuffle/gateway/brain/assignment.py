@@ -15,15 +15,16 @@ from math import ceil
 from layershuffle.gateway.brain.limits import Limits
 
 COPIES = 2
-"""Members that hold a block, so that the death of one is felt by nobody."""
+"""Hosts that hold a block, so that the death of one is felt by nobody."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """A member: bytes of weights that it takes, its relative speed, digests of the files that it
-    has on disk, the blocks that it is to hold now, and those of them that are loaded and tested.
+class HostCapacity:
+    """What a host offers and holds: bytes of weights that it takes, its relative speed, digests of
+    the files that it has on disk, the blocks that it is to hold now, and those of them that are
+    loaded and tested.
 
-    `failed`: blocks that it was given and has not loaded in time. A member with such blocks counts
+    `failed`: blocks that it was given and has not loaded in time. A host with such blocks counts
     for what it has loaded and nothing else, whatever memory it claims.
     """
 
@@ -40,7 +41,7 @@ class Holder:
 class Loading:
     """How a member gets on: it has loaded nothing more `since` then, in seconds of any clock.
 
-    `failed`: as in `Holder`; `why`: the reason for the newest of them.
+    `failed`: as in `HostCapacity`; `why`: the reason for the newest of them.
     """
 
     since: float
@@ -60,7 +61,11 @@ Assignment = Mapping[str, frozenset[int]]
 
 
 def assign(
-    devices: Iterable[Holder], blocks: Sequence[BlockFile], *, first: int = 0, copies: int = COPIES
+    devices: Iterable[HostCapacity],
+    blocks: Sequence[BlockFile],
+    *,
+    first: int = 0,
+    copies: int = COPIES,
 ) -> Assignment:
     """The blocks of every device, by its name; `first` is the id of the first of `blocks`.
 
@@ -70,7 +75,7 @@ def assign(
     could not load a block keeps what it has loaded, and tries one more, which others hold as well.
     Equal devices and blocks give an equal answer.
 
-        assign([Holder("pi", memory=10)], [BlockFile("a", 4), BlockFile("b", 4)])
+        assign([HostCapacity("pi", memory=10)], [BlockFile("a", 4), BlockFile("b", 4)])
     """
     table = _Table(
         {d.name: d for d in sorted(devices, key=lambda d: d.name)},
@@ -111,7 +116,7 @@ class _Table:
 
     def __init__(
         self,
-        devices: Mapping[str, Holder],
+        devices: Mapping[str, HostCapacity],
         blocks: Sequence[BlockFile],
         *,
         first: int,

@@ -1,6 +1,6 @@
 """The router's view of the hosts, and pure functions for what happens to one.
 
-A `HostView` is a value: the functions take one and return the next. Time is an argument, in seconds
+A `HostState` is a value: the functions take one and return the next. Time is an argument, seconds
 of any one monotonic clock. Conditions:
 
     healthy   it receives visits
@@ -27,7 +27,7 @@ Condition = Literal["healthy", "suspect", "shut-out", "draining", "gone"]
 
 
 # A tuple, because two of them are made a visit, and one of a dataclass takes ten times as long.
-class HostView(NamedTuple):
+class HostState(NamedTuple):
     """One host as the router sees it.
 
     `compute` and `link` are averages in seconds: per block and image, and per visit beyond compute
@@ -67,14 +67,14 @@ class Pace(NamedTuple):
     lag: float = 0.0
 
 
-class Swarm(Mapping[str, HostView]):
+class Swarm(Mapping[str, HostState]):
     """All hosts by name, in the order of their names; `put` and `remove` change it."""
 
-    def __init__(self, hosts: Iterable[HostView] = ()) -> None:
+    def __init__(self, hosts: Iterable[HostState] = ()) -> None:
         by_name = {host.name: host for host in hosts}
         self._hosts = dict(sorted(by_name.items()))
 
-    def __getitem__(self, name: str) -> HostView:
+    def __getitem__(self, name: str) -> HostState:
         return self._hosts[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -84,11 +84,11 @@ class Swarm(Mapping[str, HostView]):
         return len(self._hosts)
 
     # Those of `Mapping` look up every name, which takes five times as long.
-    def values(self) -> ValuesView[HostView]:
+    def values(self) -> ValuesView[HostState]:
         """All hosts."""
         return self._hosts.values()
 
-    def put(self, host: HostView) -> None:
+    def put(self, host: HostState) -> None:
         """Add a host, or replace the one of its name."""
         is_new = host.name not in self._hosts
         self._hosts[host.name] = host
@@ -99,7 +99,7 @@ class Swarm(Mapping[str, HostView]):
         """Forget a host."""
         del self._hosts[name]
 
-    def held(self, block: int) -> list[HostView]:
+    def held(self, block: int) -> list[HostState]:
         """All hosts that hold or load `block`."""
         return [
             host for host in self._hosts.values() if block in host.blocks or block in host.loading
@@ -139,7 +139,7 @@ def _median(times: Iterable[float | None], *, otherwise: float) -> float:
     return measured[half] if len(measured) % 2 else (measured[half - 1] + measured[half]) / 2
 
 
-def expected(host: HostView, *, pace: Pace) -> float:
+def expected(host: HostState, *, pace: Pace) -> float:
     """Seconds until `host` would answer a visit: link, queue and compute.
 
     Its block is assumed to run in a batch of the host's usual size. Waiting work takes its share of
@@ -152,7 +152,7 @@ def expected(host: HostView, *, pace: Pace) -> float:
     return link + compute * (host.waiting + host.batch)
 
 
-def lag_of(host: HostView, pace: Pace) -> float:
+def lag_of(host: HostState, pace: Pace) -> float:
     """Seconds that a visit to `host` may plausibly take beyond what is expected.
 
     It is at least the swarm's median, so no host is blamed for load that slows all of them. A
@@ -161,13 +161,13 @@ def lag_of(host: HostView, pace: Pace) -> float:
     return max(host.lag or 0.0, pace.lag)
 
 
-def sent(host: HostView, visits: int = 1) -> HostView:
+def sent(host: HostState, visits: int = 1) -> HostState:
     """So many visits were sent; if they are negative, they are over without an answer."""
     # A restarted host begins with 0, while visits to its old process are still ending.
     return host._replace(waiting=max(0, host.waiting + visits))
 
 
-def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
+def answered(host: HostState, hop: Visited, *, limits: Limits) -> HostState:
     """A request's visit was answered, and is over: its times update the averages."""
     compute, link, batch = _times_with(host, hop, limits=limits)
     return host._replace(
@@ -181,14 +181,14 @@ def answered(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
     )
 
 
-def _lag_after(host: HostView, hop: Visited, *, fade: float) -> float | None:
+def _lag_after(host: HostState, hop: Visited, *, fade: float) -> float | None:
     """The longest recent lag of the host in seconds, including this hop's."""
     if hop.lag_ms is None:
         return host.lag
     return max(hop.lag_ms / 1000, (1 - fade) * (host.lag or 0.0))
 
 
-def _times_with(host: HostView, hop: Visited, *, limits: Limits) -> tuple[float, float, float]:
+def _times_with(host: HostState, hop: Visited, *, limits: Limits) -> tuple[float, float, float]:
     """The averages `compute`, `link` and `batch` with the hop's times."""
     weight = limits.average_weight
     beyond = max(0.0, hop.ms - hop.compute_ms - hop.queue_ms) / 1000
@@ -197,7 +197,7 @@ def _times_with(host: HostView, hop: Visited, *, limits: Limits) -> tuple[float,
     return compute, link, _averaged(host.batch, hop.batch, weight=weight)
 
 
-def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostView:
+def failed(host: HostState, hop: Visited, *, now: float, limits: Limits) -> HostState:
     """A visit or probe failed: the host gets no visits for a while, or permanently.
 
     A dead host is gone, and a wrong answer shuts a host out. Any other failure makes it a suspect,
@@ -226,12 +226,12 @@ def failed(host: HostView, hop: Visited, *, now: float, limits: Limits) -> HostV
     )
 
 
-def probe_due(host: HostView, *, now: float) -> bool:
+def probe_due(host: HostState, *, now: float) -> bool:
     """Whether a suspect host has waited long enough to be probed."""
     return host.condition == "suspect" and now >= host.retry_at
 
 
-def may_return(host: HostView, *, now: float, left: float) -> bool:
+def may_return(host: HostState, *, now: float, left: float) -> bool:
     """Whether a suspect is probed within `left` seconds, the process died only recently, or the
     host is loading a block."""
     if host.usable:
@@ -241,7 +241,7 @@ def may_return(host: HostView, *, now: float, left: float) -> bool:
     return host.condition == "gone" and now < host.retry_at
 
 
-def hoped_until(host: HostView, limits: Limits) -> float:
+def hoped_until(host: HostState, limits: Limits) -> float:
     """The time until which requests wait for a host although they have enough blocks.
 
     A host that failed once since its last answer may be slow or gone: its next probe shows which.
@@ -261,7 +261,7 @@ def retry_after(swarm: Swarm, *, now: float) -> int:
     return max(1, math.ceil(min(waits, default=1.0)))
 
 
-def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
+def probed(host: HostState, hop: Visited, *, limits: Limits) -> HostState:
     """A probe was answered correctly and in time: a suspect host is healthy again.
 
     Its averages restart with the probe, because measurements from before the failure mean little.
@@ -273,7 +273,7 @@ def probed(host: HostView, hop: Visited, *, limits: Limits) -> HostView:
     return host._replace(compute=compute, link=link, batch=batch)
 
 
-def draining(host: HostView) -> HostView:
+def draining(host: HostState) -> HostState:
     """The host is about to leave and takes no new visits."""
     if host.condition not in ("healthy", "suspect"):
         return host

@@ -67,7 +67,7 @@ class _Sent:
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class ConnectedHost:
     """A host that is connected. `hello`: what it said of itself; `assigned`: blocks to hold;
     `ready`: those that it has loaded, with its seconds for one image; `draining`: it leaves."""
 
@@ -80,26 +80,26 @@ class Member:
     sent: dict[int, _Sent] = field(default_factory=dict)
 
 
-class MemberWatcher(Protocol):
+class HostWatcher(Protocol):
     """Learns what hosts do. Nothing here may wait."""
 
-    def joined(self, member: Member) -> None:
+    def joined(self, member: ConnectedHost) -> None:
         """A host said hello; it holds nothing yet."""
 
-    def loaded(self, member: Member, block: int) -> None:
+    def loaded(self, member: ConnectedHost, block: int) -> None:
         """It has loaded a block that it is to hold."""
 
-    def failed(self, member: Member, block: int, *, why: str) -> None:
+    def failed(self, member: ConnectedHost, block: int, *, why: str) -> None:
         """It could not load a block. It tries again."""
 
-    def leaving(self, member: Member) -> None:
+    def leaving(self, member: ConnectedHost) -> None:
         """It takes no more visits, and leaves once it has answered."""
 
-    def left(self, member: Member, why: str) -> None:
+    def left(self, member: ConnectedHost, why: str) -> None:
         """Its connection has ended."""
 
 
-class Members(Mapping[str, Member]):
+class ConnectedHosts(Mapping[str, ConnectedHost]):
     """The hosts of a swarm by name, and how visits reach them (`messages.Transport`).
 
     `tokens`: hosts have to know one of them, `token` at first; `most_bytes`: of the largest message
@@ -113,13 +113,13 @@ class Members(Mapping[str, Member]):
         self._shape = model.shape
         tokens, width = model.shape
         self.most_bytes = max(wire.MAX_TEXT_BYTES, wire.HEADER.size + 4 * tokens * width)
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, ConnectedHost] = {}
         self._numbers = count(1)
-        self._connections: dict[HostConnection, Member | None] = {}
+        self._connections: dict[HostConnection, ConnectedHost | None] = {}
         self._refused_at = -_QUIET
-        self.watcher: MemberWatcher | None = None
+        self.watcher: HostWatcher | None = None
 
-    def __getitem__(self, name: str) -> Member:
+    def __getitem__(self, name: str) -> ConnectedHost:
         return self._members[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -184,7 +184,7 @@ class Members(Mapping[str, Member]):
         for connection in list(self._connections):
             connection.close(_GOING_AWAY, "the gateway ends")
 
-    def _send(self, member: Member, content: str | bytes) -> None:
+    def _send(self, member: ConnectedHost, content: str | bytes) -> None:
         since = member.connection.unread_since
         if since is not None and asyncio.get_running_loop().time() - since > STALLED_SECONDS:
             member.connection.close(_GOING_AWAY, f"it has read nothing for {STALLED_SECONDS:g} s")
@@ -245,7 +245,7 @@ class Members(Mapping[str, Member]):
                 return self._refuse(connection, Close.NAME_IN_USE, why)
             # The same process, on a new connection: the old one is dead, and may not know it.
             before.connection.close(_GOING_AWAY, "it has dialled in again")
-        member = Member(name, hello, connection)
+        member = ConnectedHost(name, hello, connection)
         self._members[name] = member
         self._connections[connection] = member
         connection.keep()
@@ -259,7 +259,7 @@ class Members(Mapping[str, Member]):
             _log.warning("A host at %s is refused: %s", connection.address, why)
         connection.close(code, why)
 
-    def _told(self, member: Member, message: dict[str, Any]) -> None:
+    def _told(self, member: ConnectedHost, message: dict[str, Any]) -> None:
         kind, watcher = message["type"], self.watcher
         if kind == "drain":
             member.draining = True
@@ -280,7 +280,7 @@ class Members(Mapping[str, Member]):
         if watcher is not None and not again:
             watcher.loaded(member, block)
 
-    def _answered(self, member: Member, content: bytes) -> None:
+    def _answered(self, member: ConnectedHost, content: bytes) -> None:
         """Give a visit its answer. Raises `WireError` for one that nobody asked for."""
         header = wire.header_of(content)
         sent = member.sent.pop(header.visit, None)
@@ -295,7 +295,9 @@ class Members(Mapping[str, Member]):
         else:
             sent.answer.set_result(answer)
 
-    def _answer(self, member: Member, sent: _Sent, *, header: Header, content: bytes) -> Answer:
+    def _answer(
+        self, member: ConnectedHost, sent: _Sent, *, header: Header, content: bytes
+    ) -> Answer:
         """The answer in a frame. Raises `VisitError` for a refusal, and for what is no answer."""
         if header.kind == Kind.REFUSAL and header.note in _REFUSALS:
             why = Why(header.note)
@@ -344,7 +346,7 @@ class HostConnection(asyncio.Protocol):
     `None` while it does.
     """
 
-    def __init__(self, members: Members, *, accepted: Callable[[Any], None]) -> None:
+    def __init__(self, members: ConnectedHosts, *, accepted: Callable[[Any], None]) -> None:
         self._members, self._accepted = members, accepted
         self._wire = ServerProtocol(max_size=members.most_bytes)
         self._parts: list[Any] = []

@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import partial
 
 from layershuffle.gateway.brain import state
-from layershuffle.gateway.brain.assignment import COPIES, Holder, Loading, assign, overdue
+from layershuffle.gateway.brain.assignment import COPIES, HostCapacity, Loading, assign, overdue
 from layershuffle.gateway.brain.messages import Visit
-from layershuffle.gateway.brain.state import HostView
+from layershuffle.gateway.brain.state import HostState
 from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.children import Children
-from layershuffle.gateway.hosts.connections import Member, Members
+from layershuffle.gateway.hosts.connections import ConnectedHost, ConnectedHosts
 from layershuffle.gateway.hosts.health import ROUNDING, HealthMonitor, Reference
 from layershuffle.gateway.hosts.router import Router
 from layershuffle.ground.errors import UsageError
@@ -57,7 +57,7 @@ class Coordinator:
         model: ServedModel,
         *,
         router: Router,
-        members: Members,
+        members: ConnectedHosts,
         copies: int = COPIES,
     ) -> None:
         self.model, self.router, self.members = model, router, members
@@ -66,8 +66,8 @@ class Coordinator:
         self.health = HealthMonitor(router)
         self.away = set[str]()
         self._references = _references_of(model)
-        self._departed: dict[str, tuple[Holder, float]] = {}
-        self._planned: list[Holder] = []
+        self._departed: dict[str, tuple[HostCapacity, float]] = {}
+        self._planned: list[HostCapacity] = []
         # By name, so that nobody is rid of it by dialling in again.
         self._loading: dict[str, Loading] = {}
         self._said: dict[str, tuple[str, float]] = {}
@@ -112,7 +112,7 @@ class Coordinator:
                 return lacking
             await asyncio.sleep(_LOOK / 5)
 
-    def is_up(self, member: Member) -> bool:
+    def is_up(self, member: ConnectedHost) -> bool:
         """Whether a host serves all blocks that it is to hold: none, if others hold enough."""
         view = self.router.swarm.get(member.name)
         planned = any(device.name == member.name for device in self._planned)
@@ -126,14 +126,14 @@ class Coordinator:
         await self.health.close()
         self.members.close()
 
-    # --- what hosts do (`members.MemberWatcher`) --------------------------------------------------
+    # --- what hosts do (`connections.HostWatcher`) ------------------------------------------------
 
-    def joined(self, member: Member) -> None:
-        """See `members.MemberWatcher`."""
+    def joined(self, member: ConnectedHost) -> None:
+        """See `connections.HostWatcher`."""
         before = self.router.swarm.get(member.name)
         returned = self._departed.pop(member.name, None)
         loading = frozenset[int]() if returned is None else returned[0].blocks
-        view = HostView(member.name, frozenset(), loading=loading)
+        view = HostState(member.name, frozenset(), loading=loading)
         if before is not None and before.condition == "shut-out":
             # A new connection is no proof of honesty.
             view = view._replace(condition="shut-out", why=before.why)
@@ -150,15 +150,15 @@ class Coordinator:
             self.members.assign(member.name, returned[0].blocks)
         self._changed.set()
 
-    def loaded(self, member: Member, block: int) -> None:
-        """See `members.MemberWatcher`."""
+    def loaded(self, member: ConnectedHost, block: int) -> None:
+        """See `connections.HostWatcher`."""
         self.health.expect(member.name, {block: self._references[block]})
         task = asyncio.create_task(self._admit(member, block))
         self._tests.add(task)
         task.add_done_callback(self._tests.discard)
 
-    def failed(self, member: Member, block: int, *, why: str) -> None:
-        """See `members.MemberWatcher`."""
+    def failed(self, member: ConnectedHost, block: int, *, why: str) -> None:
+        """See `connections.HostWatcher`."""
         key, now = f"{member.name} loads", self.router.clock()
         before = self._said.get(key, ("", -math.inf))[1]
         if now - before >= _QUIET:  # it tries again, every few seconds
@@ -176,13 +176,13 @@ class Coordinator:
         if failed != loading.failed:
             self._changed.set()
 
-    def leaving(self, member: Member) -> None:
-        """See `members.MemberWatcher`."""
+    def leaving(self, member: ConnectedHost) -> None:
+        """See `connections.HostWatcher`."""
         self.router.update(member.name, state.draining)
         self._changed.set()
 
-    def left(self, member: Member, why: str) -> None:
-        """See `members.MemberWatcher`."""
+    def left(self, member: ConnectedHost, why: str) -> None:
+        """See `connections.HostWatcher`."""
         name, now, limits = member.name, self.router.clock(), self.router.limits
         self.health.drop(name)
         self._departed[name] = self._device(member), now
@@ -208,7 +208,7 @@ class Coordinator:
             why = f": {host.why}" if host.why else ""
             _log.log(level, "Host %s %s%s", host.name, words, why, extra={"host": host.name})
 
-    async def _admit(self, member: Member, block: int) -> None:
+    async def _admit(self, member: ConnectedHost, block: int) -> None:
         """Test a loaded block until it passes; then the router may use it."""
         name = member.name
         limit = self.router.limits.start_ms / _MILLI
@@ -226,9 +226,9 @@ class Coordinator:
 
     # --- who holds what ---------------------------------------------------------------------------
 
-    def _device(self, member: Member) -> Holder:
+    def _device(self, member: ConnectedHost) -> HostCapacity:
         hello = member.hello
-        return Holder(
+        return HostCapacity(
             member.name,
             hello["memory"],
             hello["speed"],
@@ -254,7 +254,7 @@ class Coordinator:
             if self._loading[name].failed and swarm[name].usable:
                 why = f"{self._loading[name].why}; until it loads one, it is given one at a time"
                 if swarm[name].why != why:
-                    self.router.update(name, partial(HostView._replace, why=why))
+                    self.router.update(name, partial(HostState._replace, why=why))
 
     def _plan(self) -> None:
         """Give every host its blocks, if who is there has changed."""
@@ -349,11 +349,11 @@ def _references_of(model: ServedModel) -> dict[int, Reference]:
     }
 
 
-def _loaded(host: HostView, block: int) -> HostView:
+def _loaded(host: HostState, block: int) -> HostState:
     return host._replace(blocks=host.blocks | {block}, loading=host.loading - {block})
 
 
-def _gone(host: HostView, why: str, *, until: float) -> HostView:
+def _gone(host: HostState, why: str, *, until: float) -> HostState:
     if host.condition == "shut-out":
         return host._replace(blocks=frozenset(), loading=frozenset(), retry_at=until)
     blocks = host.blocks | host.loading

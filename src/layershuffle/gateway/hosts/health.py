@@ -28,7 +28,7 @@ from layershuffle.gateway.brain import policy, state
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.messages import State, Visit, Visited, VisitError
 from layershuffle.gateway.brain.settings import Wire
-from layershuffle.gateway.brain.state import HostView, Swarm
+from layershuffle.gateway.brain.state import HostState, Swarm
 from layershuffle.gateway.hosts.connections import rounded
 from layershuffle.gateway.hosts.router import Router, refuse_odd
 from layershuffle.ground.errors import ModelFileError
@@ -91,7 +91,7 @@ def question_like(sample: State, generator: np.random.Generator) -> State:
     return (tokens + noise).astype(np.float32)
 
 
-def patience(host: HostView, swarm: Swarm, *, limits: Limits) -> float:
+def patience(host: HostState, swarm: Swarm, *, limits: Limits) -> float:
     """Seconds for a canary: `probe_ms`, or more for a healthy host with much work."""
     probe = limits.probe_ms / _MILLI
     if not host.usable:

@@ -30,7 +30,7 @@ from layershuffle.gateway.brain.places import HeldPlace
 from layershuffle.gateway.brain.policy import RequestProgress, UnderWay, Wait, counts, decide
 from layershuffle.gateway.brain.rounds import QUEUE, Rounds
 from layershuffle.gateway.brain.settings import Wire
-from layershuffle.gateway.brain.state import HostView, Swarm
+from layershuffle.gateway.brain.state import HostState, Swarm
 
 _MILLI = 1000.0
 _SLACK, _SLACK_MS = 1.1, 1.0
@@ -117,7 +117,7 @@ class Router:
         """The number of requests of which something is under way."""
         return len(self._moving)
 
-    def put(self, host: HostView) -> None:
+    def put(self, host: HostState) -> None:
         """Take this for what is known of a host from now on."""
         before = self.swarm.get(host.name)
         self.swarm.put(host)
@@ -127,7 +127,7 @@ class Router:
             if walk in self._moving or not same:
                 walk.wake()
 
-    def update(self, name: str, change: Callable[[HostView], HostView]) -> None:
+    def update(self, name: str, change: Callable[[HostState], HostState]) -> None:
         """Apply a pure change to one host, if it is still known."""
         if (host := self.swarm.get(name)) is not None:
             self.put(change(host))
@@ -337,7 +337,7 @@ class Router:
             observe(hop, call.before, after)
 
 
-def _presence(host: HostView) -> tuple[object, ...]:
+def _presence(host: HostState) -> tuple[object, ...]:
     """What a request that waits for hosts has to know of one: whether it is there, or may be."""
     return host.condition, host.blocks, host.loading, host.retry_at, host.strikes
 

@@ -13,7 +13,7 @@ from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.settings import Wire
 from layershuffle.gateway.calibration.calibration import calibration_of
 from layershuffle.gateway.calibration.served import ServedModel
-from layershuffle.gateway.hosts.connections import Members
+from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.hosts.router import Router
@@ -33,7 +33,7 @@ async def running_service(
 ) -> AsyncIterator[tuple[Coordinator, RemoteModel]]:
     """The swarm of `model`, without hosts, and the model that answers by it. Hosts dial in to the
     routes of the coordinator's `members`, and know `token`."""
-    members = Members(model, token=token)
+    members = ConnectedHosts(model, token=token)
     router = Router(
         members,
         depth=model.depth,

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from layershuffle.gateway.brain.messages import Ending, Outcome
 from layershuffle.gateway.brain.rounds import Cell, cell_of
-from layershuffle.gateway.brain.state import Condition, HostView
+from layershuffle.gateway.brain.state import Condition, HostState
 from layershuffle.gateway.brain.sureness import probabilities
 from layershuffle.gateway.calibration.calibration import Expected
 
@@ -135,7 +135,7 @@ class HostAnswer(BaseModel):
     )
 
     @classmethod
-    def from_view(cls, host: HostView, *, visits: int, started_here: bool) -> HostAnswer:
+    def from_view(cls, host: HostState, *, visits: int, started_here: bool) -> HostAnswer:
         """The answer on `host`, as the router sees it."""
         return cls(
             name=host.name,

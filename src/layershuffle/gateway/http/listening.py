@@ -31,7 +31,7 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from layershuffle.gateway.hosts.connections import HostConnection, Members
+from layershuffle.gateway.hosts.connections import ConnectedHosts, HostConnection
 from layershuffle.gateway.http.admission import GatewayLimits, client_name
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 
@@ -64,7 +64,7 @@ async def listening(
     limits: GatewayLimits | None = None,
     tls: ssl.SSLContext | None = None,
     trusted: Sequence[str] = (),
-    members: Members | None = None,
+    members: ConnectedHosts | None = None,
     on_end: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[GatewaySocket, asyncio.Task[None]]]:
     """A context that serves `app`; it gives the listening socket and the task of the server.

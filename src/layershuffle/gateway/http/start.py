@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from layershuffle.gateway.brain.settings import SwarmSettings
 from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.children import Children
-from layershuffle.gateway.hosts.connections import Members
+from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.on_ray import hosts_on_ray
 from layershuffle.gateway.hosts.service import beside, running_service
@@ -75,7 +75,7 @@ class Serving:
         state = state_directory(settings.state)
         self.settings = settings
         self.hosts_url = ""
-        self.members: Members | None = None
+        self.members: ConnectedHosts | None = None
         self.tls: ssl.SSLContext | None = None
         if certificate is not None and key is not None:
             self.tls = server_context(certificate, key)
