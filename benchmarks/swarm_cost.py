@@ -193,7 +193,7 @@ async def hop(*, count: int) -> ClaimRow:
         for number in range(count + 3):
             begun = time.perf_counter()
             visit = Visit("host-1", number % 2, 30.0)
-            answer = await coordinator.members.visit(visit, state, form="int8")
+            answer = await coordinator.connected.visit(visit, state, form="int8")
             times.append(1000 * (time.perf_counter() - begun) - answer.compute_ms)
     return ClaimRow(
         name="a hop, 148 KiB (int8)",
@@ -213,7 +213,7 @@ async def felt(*, count: int) -> ClaimRow:
         for _ in range(count):
             begun = time.perf_counter()
             coordinator.children.signal("host-1", signal.SIGKILL)
-            while "host-1" in coordinator.members:
+            while "host-1" in coordinator.connected:
                 await asyncio.sleep(0)
             times.append(1000 * (time.perf_counter() - begun))
             while not coordinator.router.swarm["host-1"].usable:
@@ -260,7 +260,7 @@ async def taken(model: str, precision: str, *, visits: int) -> list[ClaimRow]:
             async def visited(number: int) -> float:
                 visit = Visit("host-1", held[number % 4], 30.0)
                 begun = time.perf_counter()
-                await coordinator.members.visit(visit, coordinator.model.sample, form="int8")
+                await coordinator.connected.visit(visit, coordinator.model.sample, form="int8")
                 return 1000 * (time.perf_counter() - begun)
 
             memory, spent = [], []

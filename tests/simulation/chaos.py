@@ -110,7 +110,7 @@ class FaultInjector:
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self.coordinator, self.transport = coordinator, ChaosTransport(coordinator.members)
+        self.coordinator, self.transport = coordinator, ChaosTransport(coordinator.connected)
         coordinator.router.transport = self.transport
         self._restless: dict[str, asyncio.Task[None]] = {}
 
@@ -158,5 +158,5 @@ class FaultInjector:
 
     async def _come_and_go(self, name: str) -> None:
         while True:
-            self.coordinator.members.cut(name)
+            self.coordinator.connected.cut(name)
             await asyncio.sleep(RESTLESS)

@@ -1,4 +1,4 @@
-"""A gateway's end for tests: members, keeper and router in this process, hosts beside them."""
+"""A gateway without HTTP for tests: connections, coordinator and router, in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.router import Router
-from layershuffle.gateway.hosts.service import beside
+from layershuffle.gateway.hosts.service import background
 from layershuffle.gateway.http.listening import listening
 from layershuffle.ground.bundled import asset
 from layershuffle_host import wire
@@ -46,20 +46,20 @@ class Site:
 
     def __init__(self, model: ServedModel, limits: Limits, *, parallel: int) -> None:
         self.model = model
-        self.members = ConnectedHosts(self.model, token=TOKEN)
+        self.connected = ConnectedHosts(self.model, token=TOKEN)
         rounds = Rounds(
             {kept: Cell(kept, parallel=parallel) for kept in range(1, len(model.hosted) + 1)},
             max_age=2 * parallel,
         )
         self.router = Router(
-            self.members,
+            self.connected,
             depth=model.depth,
             fixed=model.manifest.fixed,
             limits=limits,
             rounds=rounds,
         )
-        self.coordinator = Coordinator(self.model, router=self.router, members=self.members)
-        self.app: Any = Starlette(routes=self.members.routes())
+        self.coordinator = Coordinator(self.model, router=self.router, connected=self.connected)
+        self.app: Any = Starlette(routes=self.connected.routes())
         self.url = ""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -71,7 +71,7 @@ class Site:
     ) -> State:
         """The state that a host answers to one visit."""
         async with asyncio.timeout(limit):
-            answer = await self.members.visit(Visit(name, block, limit), state, form=form)
+            answer = await self.connected.visit(Visit(name, block, limit), state, form=form)
         return answer.state
 
     async def walk(self, state: State, *, least: int = 1) -> tuple[State, Route]:
@@ -81,7 +81,7 @@ class Site:
 
     until = staticmethod(until)
 
-    def holders(self) -> list[int]:
+    def copies(self) -> list[int]:
         """How many usable hosts hold each block."""
         copies = self.router.swarm.copies()
         return [copies[block] for block in self.model.hosted]
@@ -93,10 +93,10 @@ async def gateway(
 ) -> AsyncIterator[Site]:
     """A gateway that listens on this machine, by default to the shipped model."""
     site = Site(model or digits(), limits, parallel=parallel)
-    async with listening(site, members=site.members) as (listener, _):
+    async with listening(site, connected=site.connected) as (listener, _):
         site.url = f"ws://127.0.0.1:{listener.port}"
         try:
-            async with beside(site.coordinator.run()):
+            async with background(site.coordinator.run()):
                 yield site
         finally:
             await site.coordinator.close()

@@ -1,4 +1,4 @@
-"""Which member holds which blocks: coverage, memory, few moves, by properties."""
+"""Which host holds which blocks: coverage, memory, few moves, by properties."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCKS = [BlockFile(f"{number:064x}", 10) for number in range(12)]
 files = st.lists(
     st.builds(BlockFile, st.sampled_from("abcdefgh"), st.just(10)), min_size=1, max_size=12
 )
-devices = st.lists(
+capacities = st.lists(
     st.builds(
         HostCapacity,
         st.sampled_from([f"host-{number}" for number in range(8)]),
@@ -25,17 +25,19 @@ devices = st.lists(
     ),
     min_size=1,
     max_size=8,
-    unique_by=lambda device: device.name,
+    unique_by=lambda capacity: capacity.name,
 )
 
 
 def after(given: list[HostCapacity], held: Assignment) -> list[HostCapacity]:
-    """The devices once they hold what they were assigned."""
-    return [replace(device, blocks=held.get(device.name, device.blocks)) for device in given]
+    """The hosts once they hold what they were assigned."""
+    return [
+        replace(capacity, blocks=held.get(capacity.name, capacity.blocks)) for capacity in given
+    ]
 
 
 def now_of(given: list[HostCapacity]) -> Assignment:
-    return {device.name: device.blocks for device in given}
+    return {capacity.name: capacity.blocks for capacity in given}
 
 
 def weights(held: frozenset[int], blocks: list[BlockFile]) -> set[str]:
@@ -46,32 +48,32 @@ def copies_of(digest: str, held: Assignment, blocks: list[BlockFile]) -> int:
     return sum(digest in weights(places, blocks) for places in held.values())
 
 
-@given(devices, files)
+@given(capacities, files)
 def test_memory_holds_and_no_block_is_left_out_while_there_is_room(
     given: list[HostCapacity], blocks: list[BlockFile]
 ) -> None:
     held = assign(given, blocks)
-    assert held.keys() == {device.name for device in given}
+    assert held.keys() == {capacity.name for capacity in given}
     slots = 0
-    for device in given:
-        mine = weights(held[device.name], blocks)
-        assert 10 * len(mine) <= device.memory
-        slots += device.memory // 10
+    for capacity in given:
+        mine = weights(held[capacity.name], blocks)
+        assert 10 * len(mine) <= capacity.memory
+        slots += capacity.memory // 10
         # Places that share their weights cost nothing more, so all of them are served.
         tied = {place for place, file in enumerate(blocks) if file.digest in mine}
-        assert held[device.name] == tied
+        assert held[capacity.name] == tied
     digests = {file.digest for file in blocks}
     counts = [copies_of(digest, held, blocks) for digest in digests]
     assert sum(count > 0 for count in counts) == min(len(digests), slots)
     for digest in digests:
         if copies_of(digest, held, blocks) < 2:
-            # Nobody who lacks it has room for it, or all their room is for blocks without a holder.
+            # Nobody who lacks it has room for it, or all room is for blocks that nobody holds.
             lacking = [d for d in given if digest not in weights(held[d.name], blocks)]
             free = [d.memory - 10 * len(weights(held[d.name], blocks)) for d in lacking]
             assert all(room < 10 for room in free)
 
 
-@given(devices, files)
+@given(capacities, files)
 def test_nothing_moves_while_nobody_comes_or_goes(
     given: list[HostCapacity], blocks: list[BlockFile]
 ) -> None:
@@ -80,7 +82,7 @@ def test_nothing_moves_while_nobody_comes_or_goes(
     assert assign(reversed(after(given, held)), blocks) == held
 
 
-@given(devices, files, st.integers(0, 7))
+@given(capacities, files, st.integers(0, 7))
 def test_who_stays_keeps_its_blocks_but_for_one_that_nobody_else_can_take(
     given: list[HostCapacity], blocks: list[BlockFile], leaver: int
 ) -> None:
@@ -96,19 +98,19 @@ def test_who_stays_keeps_its_blocks_but_for_one_that_nobody_else_can_take(
     assert lost <= len(orphans)
 
 
-@given(devices, files)
+@given(capacities, files)
 def test_a_newcomer_takes_nothing_from_the_others(
     given: list[HostCapacity], blocks: list[BlockFile]
 ) -> None:
     held = assign(given, blocks)
     now = assign([*after(given, held), HostCapacity("new", 1000)], blocks)
-    gone = [held[device.name] - now[device.name] for device in given]
+    gone = [held[capacity.name] - now[capacity.name] for capacity in given]
     # But where a block had no holder, and its place was taken.
     orphans = sum(copies_of(f.digest, held, blocks) == 0 for f in blocks)
     assert orphans or not any(gone)
 
 
-@given(devices, files, st.lists(st.integers(0, 7), max_size=5))
+@given(capacities, files, st.lists(st.integers(0, 7), max_size=5))
 def test_blocks_that_enough_have_loaded_are_given_up_and_no_other(
     given: list[HostCapacity], blocks: list[BlockFile], order: list[int]
 ) -> None:
@@ -116,7 +118,7 @@ def test_blocks_that_enough_have_loaded_are_given_up_and_no_other(
     there: list[HostCapacity] = []
     for number in [*order, *range(len(given))]:
         newcomer = given[number % len(given)]
-        if newcomer.name not in {device.name for device in there}:
+        if newcomer.name not in {capacity.name for capacity in there}:
             there.append(newcomer)
         for _ in range(4):
             held = assign(there, blocks)
@@ -174,10 +176,10 @@ def test_a_departed_block_is_taken_over_and_a_newcomer_gets_work() -> None:
     left = after(given, held)[1:]
     now = assign(left, BLOCKS)
     assert {copies_of(file.digest, now, BLOCKS) for file in BLOCKS} <= {2, 3}
-    assert all(now[device.name] >= device.blocks for device in left)
+    assert all(now[capacity.name] >= capacity.blocks for capacity in left)
     grown = assign([*after(left, now), HostCapacity("new", 1000)], BLOCKS)
     assert len(grown["new"]) == 6
-    assert all(grown[device.name] == now[device.name] for device in left)
+    assert all(grown[capacity.name] == now[capacity.name] for capacity in left)
 
 
 def test_a_block_without_a_holder_takes_the_place_of_one_with_two() -> None:

@@ -38,7 +38,7 @@ from layershuffle.gateway.brain.state import Swarm
 from layershuffle.gateway.hosts import connections as members_module
 from layershuffle.gateway.hosts import coordinator as coordinator_module
 from layershuffle.gateway.hosts.children import Children
-from layershuffle.gateway.hosts.service import beside, running_service
+from layershuffle.gateway.hosts.service import background, running_service
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle_host import wire
 from layershuffle_host.blocks import Block
@@ -61,12 +61,12 @@ async def swarm(
             name: await stack.enter_async_context(hosting(site.url, cache=cache, name=name))
             for name in names
         }
-        await site.until(lambda: min(site.holders()) >= min(2, hosts))
+        await site.until(lambda: min(site.copies()) >= min(2, hosts))
         yield site, running
 
 
 def is_up(site: Site, name: str) -> bool:
-    return name in site.members and site.coordinator.is_up(site.members[name])
+    return name in site.connected and site.coordinator.is_up(site.connected[name])
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_answers_are_those_of_one_process_bit_for_bit(tmp_path: Path, parallel: 
             for start, (state, route) in zip(starts, done, strict=True):
                 assert route.kept == 12
                 assert state.tobytes() == (await replayed(start, route)).tobytes()
-            assert {hop.host for _, route in done for hop in route.hops} == site.members.keys()
+            assert {hop.host for _, route in done for hop in route.hops} == site.connected.keys()
 
     asyncio.run(main())
 
@@ -104,7 +104,7 @@ def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
                     await asyncio.sleep(0.2)
                     name = f"host-{1 + turn % 4}"
                     if is_up(site, name):  # on a busy machine it takes longer to be back
-                        site.members.cut(name)
+                        site.connected.cut(name)
 
             breaking = asyncio.create_task(breaker())
             await asyncio.gather(*map(client, range(8)))
@@ -131,8 +131,8 @@ def test_a_departed_host_is_replaced_within_a_second_and_comes_back(tmp_path: Pa
             await site.until(lambda: is_up(site, "late"))
             other.drain()
             begin = time.monotonic()
-            await site.until(lambda: "late" not in site.members)
-            await site.until(lambda: min(site.holders()) >= 2)
+            await site.until(lambda: "late" not in site.connected)
+            await site.until(lambda: min(site.copies()) >= 2)
             assert time.monotonic() - begin < 5  # 0.4 s on a quiet machine
             assert site.router.swarm["late"].condition == "gone"
 
@@ -143,13 +143,13 @@ def test_a_short_break_moves_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, 3) as (site, _):
             await asyncio.sleep(0.3)
-            before = {name: member.assigned for name, member in site.members.items()}
-            connection = site.members["host-2"]
-            site.members.cut("host-2")
-            await site.until(lambda: site.members.get("host-2", connection) is not connection)
-            await site.until(lambda: site.coordinator.is_up(site.members["host-2"]))
-            assert {name: member.assigned for name, member in site.members.items()} == before
-            assert min(site.holders()) >= 2
+            before = {name: host.assigned for name, host in site.connected.items()}
+            connection = site.connected["host-2"]
+            site.connected.cut("host-2")
+            await site.until(lambda: site.connected.get("host-2", connection) is not connection)
+            await site.until(lambda: site.coordinator.is_up(site.connected["host-2"]))
+            assert {name: host.assigned for name, host in site.connected.items()} == before
+            assert min(site.copies()) >= 2
 
     asyncio.run(main())
 
@@ -158,11 +158,11 @@ def test_drained_hosts_finish_and_stay_away_until_they_are_readmitted(tmp_path: 
     async def main() -> None:
         async with swarm(tmp_path, 3) as (site, _):
             assert await site.coordinator.drain("host-1")
-            await site.until(lambda: min(site.holders()) >= 2)
+            await site.until(lambda: min(site.copies()) >= 2)
             assert not site.router.swarm["host-1"].usable
             # Also on a new connection.
-            site.members.cut("host-1")
-            await site.until(lambda: "host-1" in site.members)
+            site.connected.cut("host-1")
+            await site.until(lambda: "host-1" in site.connected)
             assert site.router.swarm["host-1"].condition == "draining"
             site.coordinator.readmit("host-1")
             await site.until(lambda: site.router.swarm["host-1"].usable)
@@ -220,7 +220,7 @@ def test_a_host_with_other_weights_never_serves_a_request(
                 return honest(self, state) + np.float32(0.1)
 
             async with hosting(site.url, cache=tmp_path, name="liar") as liar:
-                await site.until(lambda: "liar" in site.members)
+                await site.until(lambda: "liar" in site.connected)
                 for _ in range(400):
                     for block in liar.blocks.values():
                         block.run = lying.__get__(block)  # type: ignore[method-assign]
@@ -229,8 +229,8 @@ def test_a_host_with_other_weights_never_serves_a_request(
                     await asyncio.sleep(0.005)
                 assert site.router.swarm["liar"].condition == "shut-out"
                 # A new connection is no proof of honesty.
-                site.members.cut("liar")
-                await site.until(lambda: "liar" in site.members)
+                site.connected.cut("liar")
+                await site.until(lambda: "liar" in site.connected)
                 assert site.router.swarm["liar"].condition == "shut-out"
                 state, route = await site.walk(states())
                 assert "liar" not in {hop.host for hop in route.hops}
@@ -248,7 +248,7 @@ async def family(site: Site, *, hosts: int) -> AsyncIterator[Children]:
     names, limits = tuple(f"host-{number + 1}" for number in range(hosts)), Limits(restart_ms=50)
     children = Children(names, url=site.url, token=TOKEN, memory=10**8, limits=limits)
     site.coordinator.children = children
-    async with beside(children.run()):
+    async with background(children.run()):
         assert await site.coordinator.ready(hosts, within=60) == []
         yield children
 
@@ -261,10 +261,10 @@ def test_killed_processes_are_felt_lose_no_request_and_come_back(tmp_path: Path)
             await asyncio.sleep(0.02)
             children.signal("host-1", signal.SIGKILL)
             children.signal("host-2", signal.SIGKILL)
-            await site.until(lambda: not {"host-1", "host-2"} & site.members.keys())
+            await site.until(lambda: not {"host-1", "host-2"} & site.connected.keys())
             done = await asyncio.gather(*asked)
             assert [route.kept for _, route in done] == [12] * 60
-            await site.until(lambda: len(site.members) == 3)
+            await site.until(lambda: len(site.connected) == 3)
             assert children.pids["host-1"] != before["host-1"]
             assert children.pids["host-3"] == before["host-3"]
 
@@ -296,11 +296,11 @@ def test_drilled_faults_happen_and_rejoin_ends_them(tmp_path: Path) -> None:
             while len(connections) < 3:  # it comes back after each end
                 state, route = await site.walk(start, least=12)
                 assert state.tobytes() == (await replayed(start, route)).tobytes()
-                connections |= {m for n, m in site.members.items() if n == "host-1"}
+                connections |= {m for n, m in site.connected.items() if n == "host-1"}
             await injector.inject("host-1", "rejoin")
             await site.until(lambda: is_up(site, "host-1"))
             await injector.inject("host-1", "leave")
-            await site.until(lambda: "host-1" not in site.members)
+            await site.until(lambda: "host-1" not in site.connected)
             with refuses(UsageError):
                 await injector.inject("q", "slow")
 
@@ -313,7 +313,7 @@ def test_a_start_waits_for_no_room_and_no_host_without_blocks(room: float, held:
         async with gateway() as site:
             memory = int(room * site.model.weights[0].size)
             children = Children(("a", "b"), url=site.url, token=TOKEN, memory=memory, limits=BUSY)
-            async with beside(children.run()), asyncio.timeout(60):
+            async with background(children.run()), asyncio.timeout(60):
                 lacking = await site.coordinator.ready(2, within=1000)
             assert len(lacking) == 12 - 2 * held
 
@@ -338,7 +338,7 @@ def test_a_host_that_says_too_much_or_cannot_be_started_is_tried_again_and_ends_
     async def main() -> None:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
         children = Children(("a", "b"), limits=Limits(restart_ms=1))
-        async with beside(children.run()):
+        async with background(children.run()):
             await until(lambda: begun.count("a") == 3 and len(children.pids) == 2)
             assert begun.count("b") == 1
         await until(lambda: not children.pids)
@@ -377,7 +377,7 @@ def test_the_end_of_a_process_quotes_its_error(
     async def main() -> None:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
         children = Children(("a",), limits=Limits(restart_ms=1))
-        async with beside(children.run()):
+        async with background(children.run()):
             await until(lambda: len(begun) == 2)
 
     asyncio.run(main())
@@ -395,7 +395,7 @@ def test_a_held_host_stays_away(tmp_path: Path) -> None:
             await asyncio.sleep(0.3)
             assert "host-1" not in children.pids
             site.coordinator.readmit("host-1")
-            await site.until(lambda: "host-1" in site.members)
+            await site.until(lambda: "host-1" in site.connected)
 
     asyncio.run(main())
 
@@ -459,12 +459,12 @@ def test_what_becomes_of_a_host_is_a_line_each(
 
     async def main() -> None:
         async with gateway() as site, hosting(site.url, cache=tmp_path, name="pi"):
-            await site.until(lambda: min(site.holders()) == 1)
+            await site.until(lambda: min(site.copies()) == 1)
             # Longer than the time between two looks, or nobody might see the suspicion.
             site.router.limits = site.router.limits.model_copy(update={"suspect_ms": 1000.0})
             site.router.report(hop("pi", "late", "no answer in time"))
             await site.until(lambda: "Host pi is back" in lines())  # its probe was answered
-            site.members.cut("pi")
+            site.connected.cut("pi")
             await site.until(lambda: lines().count("Host pi is back") == 2)
             site.router.report(hop("pi", "wrong", "it lied"))
             await site.until(lambda: "Host pi is shut out: it lied" in lines())

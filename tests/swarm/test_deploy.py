@@ -214,9 +214,9 @@ def test_nginx_passes_requests_and_hosts_on_and_answers_what_is_not_http(tmp_pat
         async with (
             site() as place,
             listening(place.app, trusted=["127.0.0.1"]) as (clients, _),
-            listening(hosts, members=hosts.members) as (dialled_at, _),
+            listening(hosts, connected=hosts.connected) as (dialled_at, _),
         ):
-            tell((clients.port, dialled_at.port, hosts.members))
+            tell((clients.port, dialled_at.port, hosts.connected))
             await asyncio.Event().wait()
 
     def exchanged(sent: bytes) -> str:
@@ -229,14 +229,14 @@ def test_nginx_passes_requests_and_hosts_on_and_answers_what_is_not_http(tmp_pat
             secured.sendall(sent)
             return b"".join(iter(lambda: secured.recv(1 << 16), b"")).decode()
 
-    async def dial(members: ConnectedHosts) -> None:
+    async def dial(connected: ConnectedHosts) -> None:
         """A host says hello through nginx."""
         place: Any = SimpleNamespace(url=f"wss://127.0.0.1:{port_of_hosts}")
         async with dialled(place, ssl=pinned(tmp_path / "cert.pem")) as host:
             await host.hello(name="far")
-            await until(lambda: "far" in members)
+            await until(lambda: "far" in connected)
 
-    with started(serving) as (gateway, hosts, members):
+    with started(serving) as (gateway, hosts, connected):
         with ExitStack() as free:
             ends = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
             port, port_of_hosts = (end.getsockname()[1] for end in ends)
@@ -260,7 +260,7 @@ def test_nginx_passes_requests_and_hosts_on_and_answers_what_is_not_http(tmp_pat
                 head = f"POST /v1/classify HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
                 answer = exchanged(head.encode() + body)
                 broken = [exchanged(b"GARBAGE\r\n\r\n"), exchanged(b"GET / HTTP/1.1\r\nx\r\n\r\n")]
-                asyncio.run(dial(members))
+                asyncio.run(dial(connected))
             finally:
                 nginx.terminate()
     assert answer.startswith("HTTP/1.1 200 ")

@@ -129,7 +129,7 @@ def test_answers_are_those_of_the_library_whatever_is_alive(
         async with gateway(model=ServedModel(files), parallel=2) as site:
             remote = RemoteModel(site.model, site.router)
             async with hosting(site.url, cache=tmp_path):
-                await site.until(lambda: min(site.holders()) == 1, seconds=HANGS)
+                await site.until(lambda: min(site.copies()) == 1, seconds=HANGS)
                 answers = []
                 for number, blocks in enumerate(alive):
                     view = site.router.swarm["pi"]
@@ -169,7 +169,7 @@ def test_a_request_that_is_sure_has_passed_through_the_last_block(
         async with gateway(model=served) as site:
             remote = RemoteModel(site.model, site.router, calibration=calibration)
             async with hosting(site.url, cache=tmp_path):
-                await site.until(lambda: min(site.holders()) == 1, seconds=HANGS)
+                await site.until(lambda: min(site.copies()) == 1, seconds=HANGS)
                 deadline = site.router.clock() + HANGS
                 got = await remote.classify(
                     image.numpy(), deadline=deadline, min_blocks=1, confidence=1e-9

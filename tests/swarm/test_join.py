@@ -64,7 +64,7 @@ async def browsing(runtime: Path) -> AsyncIterator[tuple[Site, Callable[..., Awa
         pytest.skip("there is no chromium; scripts/check installs it where it may")
     errors = list[str]()
     async with gateway() as site, api.async_playwright() as play:
-        site.app = Starlette(routes=[*site.members.routes(), *join_routes(runtime)])
+        site.app = Starlette(routes=[*site.connected.routes(), *join_routes(runtime)])
         address = f"{site.url.replace('ws', 'http', 1)}/join"
         browser = await play.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
@@ -87,8 +87,8 @@ async def browsing(runtime: Path) -> AsyncIterator[tuple[Site, Callable[..., Awa
 
 def ready(site: Site) -> set[int]:
     """The blocks that tabs have loaded."""
-    tabs = [member for name, member in site.members.items() if name.startswith("tab-")]
-    return {block for member in tabs for block in member.ready}
+    tabs = [host for name, host in site.connected.items() if name.startswith("tab-")]
+    return {block for host in tabs for block in host.ready}
 
 
 def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
         async with browsing(runtime) as (site, tab):
             page = await tab()
             await site.until(lambda: len(ready(site)) == site.model.depth, seconds=HANGS)
-            (name,) = site.members
+            (name,) = site.connected
             for block in range(site.model.depth):
                 state = states(1 + block % 3, seed=block)
                 wanted = await digits().compute(block, state)
@@ -125,20 +125,20 @@ def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
                     clip={"x": 0, "y": 0, "width": PHONE["width"], "height": 370},
                 )
             # A state that is none ends the connection, and the tab dials again with its blocks.
-            first = site.members[name]
+            first = site.connected[name]
             with pytest.raises(VisitError) as refused:
                 await site.ask(name, 0, states() * np.float32(np.nan))
             assert refused.value.outcome == "lost"
-            await site.until(lambda: site.members.get(name) not in (None, first))
-            second = site.members[name]
+            await site.until(lambda: site.connected.get(name) not in (None, first))
+            second = site.connected[name]
             assert len(second.hello["held"]) == 1 + site.model.depth
             # It leaves when a phone freezes it, and comes back with it.
             await page.evaluate("() => document.dispatchEvent(new Event('freeze'))")
-            await site.until(lambda: name not in site.members)
+            await site.until(lambda: name not in site.connected)
             assert second.draining
             await page.evaluate("() => document.dispatchEvent(new Event('resume'))")
             await site.until(lambda: len(ready(site)) == site.model.depth, seconds=HANGS)
-            (third,) = site.members.values()
+            (third,) = site.connected.values()
             await page.evaluate("() => window.dispatchEvent(new Event('pagehide'))")
             await site.until(lambda: third.draining)
 
@@ -183,7 +183,7 @@ def test_nothing_is_lost_while_tabs_come_and_go(runtime: Path, tmp_path: Path) -
             tabs = [await tab(), await tab()]
 
             def twice() -> bool:
-                return min(site.holders()) >= 2
+                return min(site.copies()) >= 2
 
             await site.until(twice, seconds=HANGS)
             assert len(ready(site)) == site.model.depth

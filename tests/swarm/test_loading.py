@@ -20,7 +20,7 @@ FILES = [BlockFile(f"{number:064x}", 10) for number in range(DEPTH)]
 
 
 async def all_held(site: VirtualSite, *, seconds: float) -> float:
-    return await until(lambda: min(site.holders()) >= 1, seconds=seconds)
+    return await until(lambda: min(site.copies()) >= 1, seconds=seconds)
 
 
 @pytest.mark.parametrize("mute", [False, True])
@@ -38,9 +38,9 @@ def test_blocks_go_to_a_host_that_loads_them(mute: bool, memory: int) -> None:
             # Five seconds, and a tenth for the bytes of a block, where nothing is said.
             assert waited < (5.5 if mute else 0.5)
             await asyncio.sleep(30)
-            assert site.holders() == [1] * DEPTH
+            assert site.copies() == [1] * DEPTH
             for name in ("full-1", "full-2"):
-                assert len(site.members[name].assigned) == 1, "it still tries one"
+                assert len(site.connected[name].assigned) == 1, "it still tries one"
                 view = site.router.swarm[name]
                 assert view.loading == frozenset()
                 reason = "it has loaded none of the blocks" if mute else "no space left on device"
@@ -54,12 +54,12 @@ def test_a_host_keeps_what_it_has_loaded() -> None:
     async def main() -> None:
         async with virtual_gateway(LIMITS) as site:
             small = VirtualHost(site, "small", capacity=3)
-            await until(lambda: sum(site.holders()) == 3)
+            await until(lambda: sum(site.copies()) == 3)
             VirtualHost(site, "good")
             await all_held(site, seconds=10)
             await asyncio.sleep(30)
             assert len(small.loaded) == 3
-            assert sum(site.holders()) == DEPTH + 3
+            assert sum(site.copies()) == DEPTH + 3
             assert "cannot load" in site.router.swarm["small"].why
 
     run_virtual(main())
@@ -70,7 +70,7 @@ def test_a_host_that_can_load_again_gets_all_its_blocks() -> None:
         async with virtual_gateway(LIMITS) as site:
             host = VirtualHost(site, "pi", capacity=0)
             await asyncio.sleep(10)
-            assert max(site.holders()) == 0
+            assert max(site.copies()) == 0
             host._capacity = 100
             host._load()
             await all_held(site, seconds=5)
@@ -112,23 +112,23 @@ def test_who_failed_counts_for_what_it_has_loaded(
     hosts: list[tuple[frozenset[int], frozenset[int]]],
 ) -> None:
     """A host with room for all holds all, whatever the failed ones claim; they try one each."""
-    devices = [HostCapacity("good", 120)]
+    capacities = [HostCapacity("good", 120)]
     for number, (ready, failed) in enumerate(hosts):
         name = f"host-{number}"
         everything = frozenset(range(DEPTH))
-        devices.append(
+        capacities.append(
             HostCapacity(name, 10**6, 1e6, blocks=everything, ready=ready, failed=failed)
         )
-    held = assign(devices, FILES)
-    doubted = [device for device in devices if device.failed]
-    for device in doubted:
-        assert device.ready <= held[device.name]
-        assert len(held[device.name]) <= len(device.ready) + 1
+    held = assign(capacities, FILES)
+    doubted = [capacity for capacity in capacities if capacity.failed]
+    for capacity in doubted:
+        assert capacity.ready <= held[capacity.name]
+        assert len(held[capacity.name]) <= len(capacity.ready) + 1
     if len(doubted) == len(hosts):
-        loaded = frozenset().union(*(device.ready for device in doubted))
+        loaded = frozenset().union(*(capacity.ready for capacity in doubted))
         assert held["good"] | loaded == frozenset(range(DEPTH))
     again = [
         HostCapacity(d.name, d.memory, d.speed, blocks=held[d.name], ready=d.ready, failed=d.failed)
-        for d in devices
+        for d in capacities
     ]
     assert assign(again, FILES) == held, "nothing moves while nothing changes"

@@ -10,7 +10,7 @@ import pytest
 from dial_site import TOKEN, gateway, replayed, states
 
 from layershuffle.gateway.hosts.on_ray import hosts_on_ray
-from layershuffle.gateway.hosts.service import beside
+from layershuffle.gateway.hosts.service import background
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.alone
@@ -46,18 +46,18 @@ def test_a_host_on_every_node_that_ray_starts_again(cluster, tmp_path, monkeypat
 
     async def main():
         async with gateway() as site:
-            async with beside(hosts_on_ray(cluster, url=site.url, token=TOKEN, memory=10**8)):
-                await site.until(lambda: min(site.holders()) == 2, seconds=60)
-                assert len(site.members) == 2
+            async with background(hosts_on_ray(cluster, url=site.url, token=TOKEN, memory=10**8)):
+                await site.until(lambda: min(site.copies()) == 2, seconds=60)
+                assert len(site.connected) == 2
                 workers = hosts_of(cluster)
                 assert len(workers) == 2
                 os.kill(workers[0], signal.SIGKILL)
-                await site.until(lambda: len(site.members) == 1, seconds=60)
-                await site.until(lambda: min(site.holders()) == 2, seconds=60)
+                await site.until(lambda: len(site.connected) == 1, seconds=60)
+                await site.until(lambda: min(site.copies()) == 2, seconds=60)
                 assert hosts_of(cluster)[0] != workers[0]
                 start = states()
                 state, route = await site.walk(start, least=12)
                 assert state.tobytes() == (await replayed(start, route)).tobytes()
-            await site.until(lambda: len(site.members) == 0, seconds=60)
+            await site.until(lambda: len(site.connected) == 0, seconds=60)
 
     asyncio.run(main())

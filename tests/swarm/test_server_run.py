@@ -347,7 +347,7 @@ def test_five_addresses_of_silent_connections_shut_nobody_out():
     async def go():
         place = Site(digits(), BUSY, parallel=1)
         async with (
-            listening(place, limits=limits, members=place.members) as (listener, _),
+            listening(place, limits=limits, connected=place.connected) as (listener, _),
             AsyncExitStack() as stack,
         ):
             place.url = f"ws://127.0.0.1:{listener.port}"
@@ -372,7 +372,7 @@ def test_five_addresses_of_silent_connections_shut_nobody_out():
             await until(lambda: opened > 200)
             async with dialled(place) as host:
                 await host.hello()
-                await until(lambda: "odd" in place.members)
+                await until(lambda: "odd" in place.connected)
                 before = opened
                 for _ in range(20):
                     local = {"local_addr": ("127.0.0.200", 0)}
@@ -381,7 +381,7 @@ def test_five_addresses_of_silent_connections_shut_nobody_out():
                         async with asyncio.timeout(PATIENCE):
                             assert (await reader.readline()).startswith(b"HTTP/1.1 404")
                 await until(lambda: opened > before + 200)
-                assert "odd" in place.members
+                assert "odd" in place.connected
             for task in crowding:
                 task.cancel()
             await asyncio.gather(*crowding, return_exceptions=True)
@@ -478,7 +478,7 @@ def test_hosts_have_a_port_of_their_own(tmp_path):
         task = asyncio.create_task(serve_swarm(serving, digits(), **told))
         coordinator, url, _ = await asyncio.wait_for(opened, PATIENCE)
         try:
-            token = coordinator.members.token
+            token = coordinator.connected.token
             assert serving.hosts_url != url
             text = UpCommand(settings=settings).described(coordinator, url, serving=serving)
             assert f"layershuffle-host {serving.hosts_url.replace('http', 'ws')} " in text
@@ -486,7 +486,7 @@ def test_hosts_have_a_port_of_their_own(tmp_path):
                 place = SimpleNamespace(url=address.replace("http", "ws"))
                 async with dialled(place) as host:
                     await host.hello(token=token, name=f"h{number}", instance=str(number))
-                    await until(lambda name=f"h{number}": name in coordinator.members)
+                    await until(lambda name=f"h{number}": name in coordinator.connected)
             async with httpx.AsyncClient(base_url=serving.hosts_url) as client:
                 for path in ("/v1/swarm", "/livez", "/", "/operator/drain"):
                     assert (await client.get(path)).status_code == 404
@@ -523,13 +523,13 @@ def test_the_token_of_hosts_rotates(tmp_path, caplog):
         task = asyncio.create_task(serve_swarm(serving, digits(), **told))
         coordinator, url, _ = await asyncio.wait_for(opened, PATIENCE)
         try:
-            old = coordinator.members.token
+            old = coordinator.connected.token
             new = "new-token-of-this-test"
             entered = [(await enters(url, old), await enters(url, new))]
             for tokens in ([new, old], [new], [new, old, "third-token"]):
                 file.write_text("\n".join(tokens))
                 serving.reload()
-                assert coordinator.members.token == new
+                assert coordinator.connected.token == new
                 entered.append((await enters(url, old), await enters(url, new)))
         finally:
             task.cancel()

@@ -184,8 +184,8 @@ SLOW = Limits(hop_floor_ms=5000, hop_cap_ms=10_000, probe_ms=10_000, deadline_ms
 async def opened(model: ServedModel) -> AsyncIterator[tuple[Coordinator, str]]:
     """A swarm of `model` without hosts, and the address for them."""
     async with running_service(model, token=TOKEN, limits=SLOW) as (coordinator, _):
-        members = coordinator.members
-        async with listening(Starlette(routes=members.routes()), members=members) as (way, _):
+        connected = coordinator.connected
+        async with listening(Starlette(routes=connected.routes()), connected=connected) as (way, _):
             yield coordinator, f"ws://127.0.0.1:{way.port}"
 
 

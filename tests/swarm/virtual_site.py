@@ -15,7 +15,7 @@ from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.router import Router
-from layershuffle.gateway.hosts.service import beside
+from layershuffle.gateway.hosts.service import background
 from layershuffle_host import wire
 from layershuffle_host.wire import Header, Kind, State
 
@@ -27,19 +27,19 @@ Lie = Callable[[State], State]
 
 
 class VirtualSite:
-    """A coordinator of the shipped model, its members and its router."""
+    """A coordinator of the shipped model, its connected and its router."""
 
     def __init__(self, limits: Limits, **options: object) -> None:
-        self.members = ConnectedHosts(digits(), token=TOKEN)
-        self.router = Router(self.members, depth=digits().depth, limits=limits, clock=loop_time)
+        self.connected = ConnectedHosts(digits(), token=TOKEN)
+        self.router = Router(self.connected, depth=digits().depth, limits=limits, clock=loop_time)
         self.coordinator = Coordinator(
             digits(),
             router=self.router,
-            members=self.members,
+            connected=self.connected,
             **options,  # type: ignore[arg-type]
         )
 
-    def holders(self) -> list[int]:
+    def copies(self) -> list[int]:
         """How many usable hosts hold each block."""
         copies = self.router.swarm.copies()
         return [copies[block] for block in range(digits().depth)]
@@ -76,7 +76,7 @@ class VirtualHost:
         self.assigned: Collection[int] = ()
         self.closed = ""
         self.visits = 0
-        site.members.opened(self)  # type: ignore[arg-type]
+        site.connected.opened(self)  # type: ignore[arg-type]
         self.say(
             "hello",
             protocol=wire.PROTOCOL,
@@ -94,7 +94,7 @@ class VirtualHost:
         """Send a message to the gateway."""
         if not self.closed:
             text = json.dumps({"type": kind, **fields})
-            self._site.members.received(self, text)  # type: ignore[arg-type]
+            self._site.connected.received(self, text)  # type: ignore[arg-type]
 
     def keep(self) -> None:
         """It is taken."""
@@ -104,7 +104,7 @@ class VirtualHost:
         del code
         if not self.closed:
             self.closed = why
-            self._site.members.ended(self, why)  # type: ignore[arg-type]
+            self._site.connected.ended(self, why)  # type: ignore[arg-type]
 
     def send(self, content: str | bytes) -> None:
         """Take what the gateway sends."""
@@ -135,7 +135,7 @@ class VirtualHost:
         await asyncio.sleep(VISIT)
         if not self.closed:
             answer = Header(Kind.ANSWER, *header[1:5], header.images, int(1e6 * VISIT), 0)
-            self._site.members.received(self, wire.frame(answer, after))  # type: ignore[arg-type]
+            self._site.connected.received(self, wire.frame(answer, after))  # type: ignore[arg-type]
 
 
 @asynccontextmanager
@@ -143,7 +143,7 @@ async def virtual_gateway(limits: Limits, **options: object) -> AsyncIterator[Vi
     """A gateway whose coordinator runs."""
     site = VirtualSite(limits, **options)
     try:
-        async with beside(site.coordinator.run()):
+        async with background(site.coordinator.run()):
             yield site
     finally:
         await site.coordinator.close()

@@ -138,10 +138,10 @@ class UpCommand(Command):
             authority = " --ca FILE"
         if serving.keys:
             address += " --api-key-file FILE"
-        hosts = counted(len(coordinator.members), "host")
+        hosts = counted(len(coordinator.connected), "host")
         dial = serving.hosts_url.replace("http", "ws", 1)
         # Only for eyes, as the key: elsewhere its reader takes it from the file.
-        token = coordinator.members.token if key else "TOKEN"
+        token = coordinator.connected.token if key else "TOKEN"
         blocks = counted(len(coordinator.model.hosted), "block")
         lines = [
             f"{self.settings.model}, {blocks} on {hosts}. It answers at {url} "

@@ -1,7 +1,7 @@
-"""Which member of a swarm holds which blocks: a pure function of who is there.
+"""Which host of a swarm holds which blocks: a pure function of who is there.
 
-Petals' rule, made whole: whoever has room takes what the fewest others hold. What a member has
-stays where it is, so few files move when members come and go.
+Petals' rule, made whole: whoever has room takes what the fewest others hold. What a host has
+stays where it is, so few files move when hosts come and go.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HostCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How a member gets on: it has loaded nothing more `since` then, in seconds of any clock.
+    """How a host gets on: it has loaded nothing more `since` then, in seconds of any clock.
 
     `failed`: as in `HostCapacity`; `why`: the reason for the newest of them.
     """
@@ -61,46 +61,48 @@ Assignment = Mapping[str, frozenset[int]]
 
 
 def assign(
-    devices: Iterable[HostCapacity],
+    capacities: Iterable[HostCapacity],
     blocks: Sequence[BlockFile],
     *,
     first: int = 0,
     copies: int = COPIES,
 ) -> Assignment:
-    """The blocks of every device, by its name; `first` is the id of the first of `blocks`.
+    """The blocks of every host, by its name; `first` is the id of the first of `blocks`.
 
-    Each block has `copies` holders where memory allows, fast devices hold more than slow ones, and
+    Each block is on `copies` hosts where memory allows, fast hosts hold more than slow ones, and
     none has less than its share of them while it has room. One with more gives up what enough
-    others have loaded. A block without a holder takes the place of one with several. A device that
+    others have loaded. A block that nobody holds takes the place of one with several. A host that
     could not load a block keeps what it has loaded, and tries one more, which others hold as well.
-    Equal devices and blocks give an equal answer.
+    Equal hosts and blocks give an equal answer.
 
         assign([HostCapacity("pi", memory=10)], [BlockFile("a", 4), BlockFile("b", 4)])
     """
     table = _Table(
-        {d.name: d for d in sorted(devices, key=lambda d: d.name)},
+        {c.name: c for c in sorted(capacities, key=lambda c: c.name)},
         blocks,
         first=first,
         copies=copies,
     )
     for wanted in range(1, copies + 1):
-        # All blocks get their first holder before any gets its second.
+        # All blocks get their first host before any gets its second.
         for file in table.rarest_first():
-            while len(table.holders[file]) < wanted:
+            while len(table.hosts[file]) < wanted:
                 taker = table.taker(file)
                 if taker is not None:
                     table.hold(taker, file)
                 elif wanted > 1 or not table.make_room(file):
                     break
-    for name in table.devices:
+    for name in table.capacities:
         table.fill(name)
         table.trim(name, copies=copies)
     trials = table.trials()
-    return {name: table.blocks_of(name) | trials.get(name, frozenset()) for name in table.devices}
+    return {
+        name: table.blocks_of(name) | trials.get(name, frozenset()) for name in table.capacities
+    }
 
 
 def overdue(loading: Loading, blocks: Iterable[BlockFile], *, now: float, limits: Limits) -> bool:
-    """Whether a member that is to load `blocks` has loaded none of them for too long.
+    """Whether a host that is to load `blocks` has loaded none of them for too long.
 
     It loads one after the other, so it has the time for the largest of them.
     """
@@ -116,36 +118,37 @@ class _Table:
 
     def __init__(
         self,
-        devices: Mapping[str, HostCapacity],
+        capacities: Mapping[str, HostCapacity],
         blocks: Sequence[BlockFile],
         *,
         first: int,
         copies: int,
     ) -> None:
-        self.devices = devices
+        self.capacities = capacities
         self.size = {file.digest: file.size for file in blocks}
         self.places: dict[str, list[int]] = {}
         for place, file in enumerate(blocks, start=first):
             self.places.setdefault(file.digest, []).append(place)
-        self.holders: dict[str, list[str]] = {digest: [] for digest in self.places}
-        self.files: dict[str, list[str]] = {name: [] for name in devices}
-        self.room = {name: device.memory for name, device in devices.items()}
+        self.hosts: dict[str, list[str]] = {digest: [] for digest in self.places}
+        self.files: dict[str, list[str]] = {name: [] for name in capacities}
+        self.room = {name: capacity.memory for name, capacity in capacities.items()}
         # What each would hold if all worked by their speed, rounded up, so that all have work; as
-        # fractions, because equal devices would hold one more where their floats add up to less.
+        # fractions, because equal hosts would hold one more where their floats add up to less.
         speeds = {
-            name: Fraction(0 if device.failed else device.speed) for name, device in devices.items()
+            name: Fraction(0 if capacity.failed else capacity.speed)
+            for name, capacity in capacities.items()
         }
         work = Fraction(copies * len(self.places)) / (sum(speeds.values()) or 1)
         self.share = {name: ceil(work * speed) for name, speed in speeds.items()}
-        for name, device in devices.items():
+        for name, capacity in capacities.items():
             for digest in self.places:
                 # Assigned counts as held until loading it has failed.
-                counted = device.ready if device.failed else device.blocks
+                counted = capacity.ready if capacity.failed else capacity.blocks
                 has = not counted.isdisjoint(self.places[digest])
-                # A device may come back with less memory.
+                # A host may come back with less memory.
                 if has and self.fits(name, digest):
                     self.hold(name, digest)
-            if device.failed:
+            if capacity.failed:
                 self.room[name] = 0
 
     def fits(self, name: str, digest: str) -> bool:
@@ -153,45 +156,45 @@ class _Table:
 
     def hold(self, name: str, digest: str) -> None:
         self.files[name].append(digest)
-        self.holders[digest].append(name)
+        self.hosts[digest].append(name)
         self.room[name] -= self.size[digest]
 
     def release(self, name: str, digest: str) -> None:
         self.files[name].remove(digest)
-        self.holders[digest].remove(name)
+        self.hosts[digest].remove(name)
         self.room[name] += self.size[digest]
 
     def rarest_first(self) -> list[str]:
-        """All files, those with the fewest holders first, and of these the ones on a disk."""
-        on_disk = {digest for device in self.devices.values() for digest in device.on_disk}
-        return sorted(self.places, key=lambda d: (len(self.holders[d]), d not in on_disk))
+        """All files, those that the fewest hosts hold first, and of these the ones on a disk."""
+        on_disk = {digest for capacity in self.capacities.values() for digest in capacity.on_disk}
+        return sorted(self.places, key=lambda d: (len(self.hosts[d]), d not in on_disk))
 
     def taker(self, digest: str) -> str | None:
         """Who takes another file: one that has it on disk, else the one with the least to do."""
 
         def cost(name: str) -> tuple[bool, float, str]:
-            device, number = self.devices[name], len(self.files[name])
-            near = digest in device.on_disk and number < self.share[name]
-            return not near, (number + 1) / max(device.speed, 1e-9), name
+            capacity, number = self.capacities[name], len(self.files[name])
+            near = digest in capacity.on_disk and number < self.share[name]
+            return not near, (number + 1) / max(capacity.speed, 1e-9), name
 
-        fitting = (name for name in self.devices if self.fits(name, digest))
+        fitting = (name for name in self.capacities if self.fits(name, digest))
         return min(fitting, key=cost, default=None)
 
     def make_room(self, digest: str) -> bool:
         """Replace a file that others hold as well by this one, which nobody holds."""
         swaps = []
-        for name, device in self.devices.items():
-            if device.failed:
+        for name, capacity in self.capacities.items():
+            if capacity.failed:
                 continue
             for other in self.files[name]:
                 if self.room[name] + self.size[other] < self.size[digest]:
                     continue
                 # What it has loaded stays until another has.
-                needed = self.places[other][0] in device.ready
+                needed = self.places[other][0] in capacity.ready
                 if self.loaded_elsewhere(name, other) or (
-                    not needed and len(self.holders[other]) > 1
+                    not needed and len(self.hosts[other]) > 1
                 ):
-                    swaps.append((-len(self.holders[other]), name, other))
+                    swaps.append((-len(self.hosts[other]), name, other))
         if not swaps:
             return False
         _, name, other = min(swaps)
@@ -200,47 +203,47 @@ class _Table:
         return True
 
     def fill(self, name: str) -> None:
-        """Give a device what the fewest hold, until it has its share: a new one has nothing yet."""
-        on_disk = self.devices[name].on_disk
+        """Give a host what the fewest hold, until it has its share: a new one has nothing yet."""
+        on_disk = self.capacities[name].on_disk
         while len(self.files[name]) < self.share[name]:
             fitting = [digest for digest in self.places if self.fits(name, digest)]
             if not fitting:
                 return
-            self.hold(name, min(fitting, key=lambda d: (len(self.holders[d]), d not in on_disk)))
+            self.hold(name, min(fitting, key=lambda d: (len(self.hosts[d]), d not in on_disk)))
 
     def trim(self, name: str, *, copies: int) -> None:
-        """Take from a device what is beyond its share, if enough others have loaded it."""
-        if self.devices[name].failed:
+        """Take from a host what is beyond its share, if enough others have loaded it."""
+        if self.capacities[name].failed:
             return
-        for digest in sorted(self.files[name], key=lambda d: (-len(self.holders[d]), d)):
+        for digest in sorted(self.files[name], key=lambda d: (-len(self.hosts[d]), d)):
             if len(self.files[name]) <= self.share[name] + 1:
                 return
             if self.loaded_elsewhere(name, digest) >= copies:
                 self.release(name, digest)
 
     def loaded_elsewhere(self, name: str, digest: str) -> int:
-        """The number of devices other than this one that hold a file and have loaded it."""
+        """The number of hosts other than this one that hold a file and have loaded it."""
         place = self.places[digest][0]
-        others = [other for other in self.holders[digest] if other != name]
-        return sum(place in self.devices[other].ready for other in others)
+        others = [other for other in self.hosts[digest] if other != name]
+        return sum(place in self.capacities[other].ready for other in others)
 
     def trials(self) -> dict[str, frozenset[int]]:
-        """The blocks of a file more for every device that could not load one, if one fits.
+        """The blocks of a file more for every host that could not load one, if one fits.
 
-        It is one that the fewest hold or try; of these one that the device has not failed to load.
+        It is one that the fewest hold or try; of these one that the host has not failed to load.
         """
         trials: dict[str, frozenset[int]] = {}
         tried = Counter[str]()
-        for name, device in self.devices.items():
-            room = device.memory - sum(self.size[digest] for digest in self.files[name])
+        for name, capacity in self.capacities.items():
+            room = capacity.memory - sum(self.size[digest] for digest in self.files[name])
             best: tuple[int, bool, bool, str] | None = None
             for digest, places in self.places.items():
-                if digest in self.files[name] or self.size[digest] > room or not device.failed:
+                if digest in self.files[name] or self.size[digest] > room or not capacity.failed:
                     continue
                 offer = (
-                    len(self.holders[digest]) + tried[digest],
-                    not device.failed.isdisjoint(places),
-                    device.blocks.isdisjoint(places),
+                    len(self.hosts[digest]) + tried[digest],
+                    not capacity.failed.isdisjoint(places),
+                    capacity.blocks.isdisjoint(places),
                     digest,
                 )
                 best = offer if best is None else min(best, offer)

@@ -150,7 +150,9 @@ class NotAnswered(LayerShuffleError):
 
 
 @asynccontextmanager
-async def until(deadline: float, event: str, *, clock: Callable[[], float]) -> AsyncIterator[None]:
+async def time_limit(
+    deadline: float, event: str, *, clock: Callable[[], float]
+) -> AsyncIterator[None]:
     """Raise `NotAnswered` within at `deadline`, in seconds of `clock`: it passed before `event`."""
     try:
         async with asyncio.timeout(max(0.0, deadline - clock())):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.messages import Ending, Outcome, Visit
 from layershuffle.gateway.brain.rounds import Rounds
-from layershuffle.gateway.brain.state import Swarm, expected, hoped_until, lag_of, may_return
+from layershuffle.gateway.brain.state import Swarm, expected, first_probe_end, lag_of, may_return
 from layershuffle.ground.text import counted
 
 _FAIR = 2.0
@@ -118,7 +118,7 @@ def decide(
         hope = 0.0
         for block in missing:
             for host in swarm.held(block):
-                hope = max(hope, hoped_until(host, limits))
+                hope = max(hope, first_probe_end(host, limits))
         if hope > now:
             return Wait(min(ends, hope))
     if visit is None and busy <= ran:
@@ -138,12 +138,12 @@ def _nowhere(
 ) -> Ending | Wait:
     """The action of a request that waits for no visit, if no usable host holds a missing block.
 
-    With too few blocks it waits for the visits that it gave up, and for holders that may come back.
+    With too few blocks it waits for the visits that it gave up, and for hosts that may come back.
     """
     if len(set(progress.done)) >= progress.min_blocks:
         return "unreachable"
-    holders = [host for block in missing for host in swarm.held(block)]
-    hope = any(may_return(host, now=now, left=ends - now) for host in holders)
+    hosts = [host for block in missing for host in swarm.held(block)]
+    hope = any(may_return(host, now=now, left=ends - now) for host in hosts)
     return Wait(ends) if progress.under_way or hope else "unreachable"
 
 
@@ -244,13 +244,13 @@ def skipped(progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> dict[
 def _reason(block: int, progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> str:
     if ending == "sure":
         return f"the answer was sure after {counted(len(set(progress.done)), 'block')}"
-    holders = swarm.held(block)
-    if not holders:
+    hosts = swarm.held(block)
+    if not hosts:
         return "no host holds it"
-    if any(block in host.loading for host in holders):
+    if any(block in host.loading for host in hosts):
         return "its host is loading it"
-    if not any(host.usable for host in holders):
-        return "; ".join(f"host {host.name} is {host.condition}: {host.why}" for host in holders)
+    if not any(host.usable for host in hosts):
+        return "; ".join(f"host {host.name} is {host.condition}: {host.why}" for host in hosts)
     if ending == "deadline":
         return "the deadline was near"
     return "its host did not answer in time"

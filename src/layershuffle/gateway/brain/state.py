@@ -241,8 +241,8 @@ def may_return(host: HostState, *, now: float, left: float) -> bool:
     return host.condition == "gone" and now < host.retry_at
 
 
-def hoped_until(host: HostState, limits: Limits) -> float:
-    """The time until which requests wait for a host although they have enough blocks.
+def first_probe_end(host: HostState, limits: Limits) -> float:
+    """The end of the first probe of a host: requests with enough blocks wait for it until then.
 
     A host that failed once since its last answer may be slow or gone: its next probe shows which.
     0 for all others.

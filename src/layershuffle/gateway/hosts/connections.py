@@ -83,19 +83,19 @@ class ConnectedHost:
 class HostWatcher(Protocol):
     """Learns what hosts do. Nothing here may wait."""
 
-    def joined(self, member: ConnectedHost) -> None:
+    def joined(self, host: ConnectedHost) -> None:
         """A host said hello; it holds nothing yet."""
 
-    def loaded(self, member: ConnectedHost, block: int) -> None:
+    def loaded(self, host: ConnectedHost, block: int) -> None:
         """It has loaded a block that it is to hold."""
 
-    def failed(self, member: ConnectedHost, block: int, *, why: str) -> None:
+    def failed(self, host: ConnectedHost, block: int, *, why: str) -> None:
         """It could not load a block. It tries again."""
 
-    def leaving(self, member: ConnectedHost) -> None:
+    def leaving(self, host: ConnectedHost) -> None:
         """It takes no more visits, and leaves once it has answered."""
 
-    def left(self, member: ConnectedHost, why: str) -> None:
+    def left(self, host: ConnectedHost, why: str) -> None:
         """Its connection has ended."""
 
 
@@ -113,20 +113,20 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
         self._shape = model.shape
         tokens, width = model.shape
         self.most_bytes = max(wire.MAX_TEXT_BYTES, wire.HEADER.size + 4 * tokens * width)
-        self._members: dict[str, ConnectedHost] = {}
+        self._hosts: dict[str, ConnectedHost] = {}
         self._numbers = count(1)
         self._connections: dict[HostConnection, ConnectedHost | None] = {}
         self._refused_at = -_QUIET
         self.watcher: HostWatcher | None = None
 
     def __getitem__(self, name: str) -> ConnectedHost:
-        return self._members[name]
+        return self._hosts[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
+        return iter(self._hosts)
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._hosts)
 
     @property
     def token(self) -> str:
@@ -147,49 +147,49 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
     def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> asyncio.Future[Answer]:
         """The host's answer; see `messages.Transport`."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        member = self._members.get(visit.host)
-        if member is None:
+        host = self._hosts.get(visit.host)
+        if host is None:
             why = f"Host {visit.host} is not connected"
             answer.set_exception(VisitError(why, outcome="lost"))
             return answer
         number = next(self._numbers) % (1 << 32)
         micros = min(int(_MILLI * visit.budget_ms), (1 << 32) - 1)
         header = Header(Kind.VISIT, DTYPES[form], visit.block, number, len(state), 0, micros)
-        member.sent[number] = sent = _Sent(header, None if form == "fp32" else state, answer)
+        host.sent[number] = sent = _Sent(header, None if form == "fp32" else state, answer)
         if sent.before is not None:
             # What nobody waits for any more may stay for long, and states are large.
             answer.add_done_callback(lambda _: setattr(sent, "before", None))
-        oldest = next(iter(member.sent))
-        if len(member.sent) > _MOST_SENT and member.sent[oldest].answer.done():
-            del member.sent[oldest]
-        self._send(member, wire.frame(header, state))
+        oldest = next(iter(host.sent))
+        if len(host.sent) > _MOST_SENT and host.sent[oldest].answer.done():
+            del host.sent[oldest]
+        self._send(host, wire.frame(header, state))
         return answer
 
     def assign(self, name: str, blocks: Collection[int]) -> None:
         """Tell a host which blocks to hold from now on."""
-        member = self._members[name]
-        member.assigned = frozenset(blocks)
-        member.ready = {block: s for block, s in member.ready.items() if block in member.assigned}
-        entries = [self._model.entry(block) for block in sorted(member.assigned)]
-        self._send(member, wire.text_of("assign", blocks=entries))
+        host = self._hosts[name]
+        host.assigned = frozenset(blocks)
+        host.ready = {block: s for block, s in host.ready.items() if block in host.assigned}
+        entries = [self._model.entry(block) for block in sorted(host.assigned)]
+        self._send(host, wire.text_of("assign", blocks=entries))
 
     def cut(self, name: str) -> None:
         """End the connection of a host, which may dial in again."""
-        if name in self._members:
+        if name in self._hosts:
             why = "the gateway has cut its connection"
-            self._members[name].connection.close(_GOING_AWAY, why)
+            self._hosts[name].connection.close(_GOING_AWAY, why)
 
     def close(self) -> None:
         """End all connections."""
         for connection in list(self._connections):
             connection.close(_GOING_AWAY, "the gateway ends")
 
-    def _send(self, member: ConnectedHost, content: str | bytes) -> None:
-        since = member.connection.unread_since
+    def _send(self, host: ConnectedHost, content: str | bytes) -> None:
+        since = host.connection.unread_since
         if since is not None and asyncio.get_running_loop().time() - since > STALLED_SECONDS:
-            member.connection.close(_GOING_AWAY, f"it has read nothing for {STALLED_SECONDS:g} s")
+            host.connection.close(_GOING_AWAY, f"it has read nothing for {STALLED_SECONDS:g} s")
         else:
-            member.connection.send(content)
+            host.connection.send(content)
 
     # --- what their connections call --------------------------------------------------------------
 
@@ -200,26 +200,26 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
 
     def received(self, connection: HostConnection, content: str | bytes) -> None:
         """A message has come. Raises `WireError` for one that ends the connection."""
-        member = self._connections[connection]
-        if member is None:
+        host = self._connections[connection]
+        if host is None:
             self._greeted(connection, content)
         elif isinstance(content, str):
-            self._told(member, wire.message_in(content))
+            self._told(host, wire.message_in(content))
         else:
-            self._answered(member, content)
+            self._answered(host, content)
 
     def ended(self, connection: HostConnection, why: str) -> None:
         """The connection has ended; said once."""
-        member = self._connections.pop(connection)
-        if member is None or self._members.get(member.name) is not member:
+        host = self._connections.pop(connection)
+        if host is None or self._hosts.get(host.name) is not host:
             return
-        del self._members[member.name]
-        for sent in member.sent.values():
+        del self._hosts[host.name]
+        for sent in host.sent.values():
             if not sent.answer.done():
-                cause = f"Host {member.name} has gone: {why}"
+                cause = f"Host {host.name} has gone: {why}"
                 sent.answer.set_exception(VisitError(cause, outcome="lost"))
         if self.watcher is not None:
-            self.watcher.left(member, why)
+            self.watcher.left(host, why)
 
     def _no_hello(self, connection: HostConnection) -> None:
         if self._connections.get(connection, connection) is None:
@@ -239,18 +239,18 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
             why = "another token: copy the host-token of this gateway"
             return self._refuse(connection, Close.BAD_TOKEN, why)
         name = hello["name"]
-        if (before := self._members.get(name)) is not None:
+        if (before := self._hosts.get(name)) is not None:
             if before.hello["instance"] != hello["instance"]:
                 why = f"the name {name} is in use: give another --name"
                 return self._refuse(connection, Close.NAME_IN_USE, why)
             # The same process, on a new connection: the old one is dead, and may not know it.
             before.connection.close(_GOING_AWAY, "it has dialled in again")
-        member = ConnectedHost(name, hello, connection)
-        self._members[name] = member
-        self._connections[connection] = member
+        host = ConnectedHost(name, hello, connection)
+        self._hosts[name] = host
+        self._connections[connection] = host
         connection.keep()
         if self.watcher is not None:
-            self.watcher.joined(member)
+            self.watcher.joined(host)
 
     def _refuse(self, connection: HostConnection, code: Close, why: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -259,51 +259,51 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
             _log.warning("A host at %s is refused: %s", connection.address, why)
         connection.close(code, why)
 
-    def _told(self, member: ConnectedHost, message: dict[str, Any]) -> None:
+    def _told(self, host: ConnectedHost, message: dict[str, Any]) -> None:
         kind, watcher = message["type"], self.watcher
         if kind == "drain":
-            member.draining = True
+            host.draining = True
             if watcher is not None:
-                watcher.leaving(member)
+                watcher.leaving(host)
             return
         if kind not in ("ready", "failed"):
             raise WireError(f"a message {kind} from a host")
         block = message["slot"]
-        if block not in member.assigned:
+        if block not in host.assigned:
             return  # of an assignment before this one
         if kind == "failed":
             if watcher is not None:
-                watcher.failed(member, block, why=message["why"])
+                watcher.failed(host, block, why=message["why"])
             return
-        again = block in member.ready
-        member.ready[block] = message["seconds"]
+        again = block in host.ready
+        host.ready[block] = message["seconds"]
         if watcher is not None and not again:
-            watcher.loaded(member, block)
+            watcher.loaded(host, block)
 
-    def _answered(self, member: ConnectedHost, content: bytes) -> None:
+    def _answered(self, host: ConnectedHost, content: bytes) -> None:
         """Give a visit its answer. Raises `WireError` for one that nobody asked for."""
         header = wire.header_of(content)
-        sent = member.sent.pop(header.visit, None)
+        sent = host.sent.pop(header.visit, None)
         if sent is None:
             raise WireError("an answer to a visit that was never sent")
         if sent.answer.done():
             return
         try:
-            answer = self._answer(member, sent, header=header, content=content)
+            answer = self._answer(host, sent, header=header, content=content)
         except VisitError as error:
             sent.answer.set_exception(error)
         else:
             sent.answer.set_result(answer)
 
     def _answer(
-        self, member: ConnectedHost, sent: _Sent, *, header: Header, content: bytes
+        self, host: ConnectedHost, sent: _Sent, *, header: Header, content: bytes
     ) -> Answer:
         """The answer in a frame. Raises `VisitError` for a refusal, and for what is no answer."""
         if header.kind == Kind.REFUSAL and header.note in _REFUSALS:
             why = Why(header.note)
-            cause = f"Host {member.name} refused: {why.name.lower()}"
+            cause = f"Host {host.name} refused: {why.name.lower()}"
             raise VisitError(cause, outcome=_REFUSALS[why])
-        asked, answered = sent.header, f"Host {member.name} answered"
+        asked, answered = sent.header, f"Host {host.name} answered"
         if (header.kind, header.dtype, header.slot) != (Kind.ANSWER, asked.dtype, asked.slot):
             raise VisitError(f"{answered} with a frame of another kind", outcome="wrong")
         if header.images != asked.images or not asked.images <= header.note <= wire.MAX_IMAGES:
@@ -335,7 +335,7 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
 
 
 class HostConnection(asyncio.Protocol):
-    """A host's WebSocket, which tells `members` what comes; uvicorn hands it over, once it is one.
+    """A host's WebSocket, which tells `connected` what comes; uvicorn hands it over.
 
     uvicorn's own class passes every message through a queue, a task and an ASGI app. That takes as
     long as all else that the gateway does for a visit, so this one calls them, and sends at once.
@@ -346,9 +346,10 @@ class HostConnection(asyncio.Protocol):
     `None` while it does.
     """
 
-    def __init__(self, members: ConnectedHosts, *, accepted: Callable[[Any], None]) -> None:
-        self._members, self._accepted = members, accepted
-        self._wire = ServerProtocol(max_size=members.most_bytes)
+    def __init__(self, connected: ConnectedHosts, *, accepted: Callable[[Any], None]) -> None:
+        self._connected = connected
+        self._accepted = accepted
+        self._wire = ServerProtocol(max_size=connected.most_bytes)
         self._parts: list[Any] = []
         self._is_text, self._open = False, False
         self._asked_since: float | None = None
@@ -422,7 +423,7 @@ class HostConnection(asyncio.Protocol):
         self._wire.send_response(response)
         if response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
             self._open = True
-            self._members.opened(self)
+            self._connected.opened(self)
             self._ping()
 
     def _take(self, frame: Frame) -> None:
@@ -437,7 +438,7 @@ class HostConnection(asyncio.Protocol):
         content = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = []
         try:
-            self._members.received(self, str(content, "utf-8") if self._is_text else content)
+            self._connected.received(self, str(content, "utf-8") if self._is_text else content)
         except (WireError, UnicodeDecodeError) as error:
             self._end(f"it breaks the protocol: {error}")
             self.close(Close.BROKEN, str(error))
@@ -468,4 +469,4 @@ class HostConnection(asyncio.Protocol):
             self._pinging.cancel()
         if self._open:
             self._open = False
-            self._members.ended(self, why)
+            self._connected.ended(self, why)

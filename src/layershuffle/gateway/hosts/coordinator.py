@@ -1,4 +1,4 @@
-"""The coordinator: which member holds which blocks, and when the router may send it visits.
+"""The coordinator: which host holds which blocks, and when the router may send it visits.
 
 It gives blocks to the hosts that dial in (`assignment`), tests every block that a host has loaded
 (`health`), and tells the router of those that passed. Use it from the router's event loop only.
@@ -57,12 +57,15 @@ class Coordinator:
         model: ServedModel,
         *,
         router: Router,
-        members: ConnectedHosts,
+        connected: ConnectedHosts,
         copies: int = COPIES,
     ) -> None:
-        self.model, self.router, self.members = model, router, members
+        self.model = model
+        self.router = router
+        self.connected = connected
         self.children = Children(limits=router.limits)
-        self.copies, self.watching = copies, False
+        self.copies = copies
+        self.watching = False
         self.health = HealthMonitor(router)
         self.away = set[str]()
         self._references = _references_of(model)
@@ -73,7 +76,7 @@ class Coordinator:
         self._said: dict[str, tuple[str, float]] = {}
         self._changed = asyncio.Event()
         self._tests = set[asyncio.Task[None]]()
-        members.watcher = self
+        connected.watcher = self
 
     async def run(self) -> None:
         """Give blocks to hosts, and send canaries, until cancelled."""
@@ -102,21 +105,21 @@ class Coordinator:
         """
         end, reported = self.router.clock() + within, set[str]()
         while True:
-            up = {name for name, member in self.members.items() if self.is_up(member)}
+            up = {name for name, host in self.connected.items() if self.is_up(host)}
             for name in sorted(up - reported):
                 reported.add(name)
                 say(f"{name} is up with {counted(len(self.router.swarm[name].blocks), 'block')}")
             lacking = self.router.swarm.lacking(self.model.hosted)
-            loading = any(m.assigned.intersection(lacking) for m in self.members.values())
+            loading = any(m.assigned.intersection(lacking) for m in self.connected.values())
             if (len(up) >= hosts and not loading) or self.router.clock() >= end:
                 return lacking
             await asyncio.sleep(_LOOK / 5)
 
-    def is_up(self, member: ConnectedHost) -> bool:
+    def is_up(self, host: ConnectedHost) -> bool:
         """Whether a host serves all blocks that it is to hold: none, if others hold enough."""
-        view = self.router.swarm.get(member.name)
-        planned = any(device.name == member.name for device in self._planned)
-        return planned and view is not None and view.blocks == member.assigned
+        known = self.router.swarm.get(host.name)
+        planned = any(capacity.name == host.name for capacity in self._planned)
+        return planned and known is not None and known.blocks == host.assigned
 
     async def close(self) -> None:
         """Stop testing, and end all connections."""
@@ -124,47 +127,47 @@ class Coordinator:
             task.cancel()
         await asyncio.gather(*self._tests, return_exceptions=True)
         await self.health.close()
-        self.members.close()
+        self.connected.close()
 
     # --- what hosts do (`connections.HostWatcher`) ------------------------------------------------
 
-    def joined(self, member: ConnectedHost) -> None:
+    def joined(self, host: ConnectedHost) -> None:
         """See `connections.HostWatcher`."""
-        before = self.router.swarm.get(member.name)
-        returned = self._departed.pop(member.name, None)
+        before = self.router.swarm.get(host.name)
+        returned = self._departed.pop(host.name, None)
         loading = frozenset[int]() if returned is None else returned[0].blocks
-        view = HostState(member.name, frozenset(), loading=loading)
+        known = HostState(host.name, frozenset(), loading=loading)
         if before is not None and before.condition == "shut-out":
             # A new connection is no proof of honesty.
-            view = view._replace(condition="shut-out", why=before.why)
-        elif member.name in self.away:
-            view = state.draining(view)
-        elif member.hello["memory"] < (least := min(file.size for file in self.model.weights)):
+            known = known._replace(condition="shut-out", why=before.why)
+        elif host.name in self.away:
+            known = state.draining(known)
+        elif host.hello["memory"] < (least := min(file.size for file in self.model.weights)):
             why = f"its --memory is for no block: one takes {math.ceil(least / 1000)}KB"
-            view = view._replace(why=why)
-        self.router.put(view)
-        before_it = self._loading.get(member.name, Loading(0.0))
-        self._loading[member.name] = replace(before_it, since=self.router.clock())
+            known = known._replace(why=why)
+        self.router.put(known)
+        before_it = self._loading.get(host.name, Loading(0.0))
+        self._loading[host.name] = replace(before_it, since=self.router.clock())
         if returned is not None:
             # It comes back to what it had, and nobody else has taken that yet.
-            self.members.assign(member.name, returned[0].blocks)
+            self.connected.assign(host.name, returned[0].blocks)
         self._changed.set()
 
-    def loaded(self, member: ConnectedHost, block: int) -> None:
+    def loaded(self, host: ConnectedHost, block: int) -> None:
         """See `connections.HostWatcher`."""
-        self.health.expect(member.name, {block: self._references[block]})
-        task = asyncio.create_task(self._admit(member, block))
+        self.health.expect(host.name, {block: self._references[block]})
+        task = asyncio.create_task(self._admit(host, block))
         self._tests.add(task)
         task.add_done_callback(self._tests.discard)
 
-    def failed(self, member: ConnectedHost, block: int, *, why: str) -> None:
+    def failed(self, host: ConnectedHost, block: int, *, why: str) -> None:
         """See `connections.HostWatcher`."""
-        key, now = f"{member.name} loads", self.router.clock()
+        key, now = f"{host.name} loads", self.router.clock()
         before = self._said.get(key, ("", -math.inf))[1]
         if now - before >= _QUIET:  # it tries again, every few seconds
             self._said[key] = why, now
-            _log.warning("Host %s cannot load block %d: %s", member.name, block, why)
-        self._give_up(member.name, frozenset({block}), why=f"it cannot load block {block}: {why}")
+            _log.warning("Host %s cannot load block %d: %s", host.name, block, why)
+        self._give_up(host.name, frozenset({block}), why=f"it cannot load block {block}: {why}")
 
     def _give_up(self, name: str, blocks: frozenset[int], *, why: str) -> None:
         """Count a host for what it has loaded alone, because it has not loaded `blocks`."""
@@ -176,19 +179,19 @@ class Coordinator:
         if failed != loading.failed:
             self._changed.set()
 
-    def leaving(self, member: ConnectedHost) -> None:
+    def leaving(self, host: ConnectedHost) -> None:
         """See `connections.HostWatcher`."""
-        self.router.update(member.name, state.draining)
+        self.router.update(host.name, state.draining)
         self._changed.set()
 
-    def left(self, member: ConnectedHost, why: str) -> None:
+    def left(self, host: ConnectedHost, why: str) -> None:
         """See `connections.HostWatcher`."""
-        name, now, limits = member.name, self.router.clock(), self.router.limits
+        name, now, limits = host.name, self.router.clock(), self.router.limits
         self.health.drop(name)
-        self._departed[name] = self._device(member), now
+        self._departed[name] = self._capacity(host), now
         until = now + limits.return_ms / _MILLI
         self.router.update(name, lambda host: _gone(host, why, until=until))
-        gone = [n for n in self.router.swarm if n not in self.members and n not in self.away]
+        gone = [n for n in self.router.swarm if n not in self.connected and n not in self.away]
         if len(gone) > _MOST_GONE:
             longest = min(gone, key=lambda n: self.router.swarm[n].retry_at)
             self.router.swarm.remove(longest)
@@ -208,9 +211,9 @@ class Coordinator:
             why = f": {host.why}" if host.why else ""
             _log.log(level, "Host %s %s%s", host.name, words, why, extra={"host": host.name})
 
-    async def _admit(self, member: ConnectedHost, block: int) -> None:
+    async def _admit(self, host: ConnectedHost, block: int) -> None:
         """Test a loaded block until it passes; then the router may use it."""
-        name = member.name
+        name = host.name
         limit = self.router.limits.start_ms / _MILLI
         while await self.health.canary(Visit(name, block, limit)):
             if self.router.swarm[name].condition == "shut-out":
@@ -218,7 +221,7 @@ class Coordinator:
             await asyncio.sleep(_AGAIN)
         # It may have lost the block, or its connection, while it was tested: then it says again
         # that it is ready, and the next test counts.
-        if self.members.get(name) is member and block in member.ready:
+        if self.connected.get(name) is host and block in host.ready:
             if self._loading[name].failed:
                 self.router.update(name, lambda host: host._replace(why=""))
             self._loading[name] = Loading(self.router.clock())
@@ -226,24 +229,24 @@ class Coordinator:
 
     # --- who holds what ---------------------------------------------------------------------------
 
-    def _device(self, member: ConnectedHost) -> HostCapacity:
-        hello = member.hello
+    def _capacity(self, host: ConnectedHost) -> HostCapacity:
+        hello = host.hello
         return HostCapacity(
-            member.name,
+            host.name,
             hello["memory"],
             hello["speed"],
             frozenset(hello["held"]),
-            member.assigned,
-            self.router.swarm[member.name].blocks & member.assigned,
-            self._loading[member.name].failed,
+            host.assigned,
+            self.router.swarm[host.name].blocks & host.assigned,
+            self._loading[host.name].failed,
         )
 
     def _look_at_loading(self, now: float) -> None:
         """Give up on hosts that load nothing, and say so in their state."""
         swarm = self.router.swarm
-        for name, member in self.members.items():
+        for name, host in self.connected.items():
             loading = self._loading[name]
-            missing = member.assigned - swarm[name].blocks - loading.failed
+            missing = host.assigned - swarm[name].blocks - loading.failed
             files = [self.model.weights[self.model.hosted.index(block)] for block in missing]
             if overdue(loading, files, now=now, limits=self.router.limits):
                 blocks = ", ".join(map(str, sorted(missing)))
@@ -261,23 +264,23 @@ class Coordinator:
         now, swarm = self.router.clock(), self.router.swarm
         self._look_at_loading(now)
         present = {
-            name: self._device(member)
-            for name, member in self.members.items()
+            name: self._capacity(host)
+            for name, host in self.connected.items()
             if swarm[name].condition in ("healthy", "suspect")
         }
         whole = not swarm.lacking(self.model.hosted)
         self._departed = {
-            name: (device, since)
-            for name, (device, since) in self._departed.items()
+            name: (capacity, since)
+            for name, (capacity, since) in self._departed.items()
             # Requests wait for a block that nobody else holds.
             if whole and now - since < _GRACE
         }
-        devices = [*present.values(), *(device for device, _ in self._departed.values())]
-        if devices == self._planned:
+        capacities = [*present.values(), *(capacity for capacity, _ in self._departed.values())]
+        if capacities == self._planned:
             return
-        self._planned = devices
+        self._planned = capacities
         first = self.model.hosted.start
-        given = assign(devices, self.model.weights, first=first, copies=self.copies)
+        given = assign(capacities, self.model.weights, first=first, copies=self.copies)
         for name, blocks in given.items():
             if name in present and blocks != present[name].blocks:
                 self._give(name, blocks)
@@ -290,11 +293,11 @@ class Coordinator:
             name,
             lambda host: host._replace(blocks=host.blocks & blocks, loading=soon - host.blocks),
         )
-        assigned = self.members[name].assigned
+        assigned = self.connected[name].assigned
         if not blocks <= assigned:
             self._loading[name] = replace(loading, since=self.router.clock())
         self.health.forget(name, assigned - blocks)
-        self.members.assign(name, blocks)
+        self.connected.assign(name, blocks)
 
     # --- commands of operators --------------------------------------------------------------------
 
@@ -308,9 +311,11 @@ class Coordinator:
         self.router.update(name, state.draining)
         self._changed.set()
         end = self.router.clock() + self.router.limits.max_deadline_ms / _MILLI
-        while (view := self.router.swarm.get(name)) and view.waiting and self.router.clock() < end:
+        while (
+            (known := self.router.swarm.get(name)) and known.waiting and self.router.clock() < end
+        ):
             await asyncio.sleep(_LOOK / 5)
-        return view is None or not view.waiting
+        return known is None or not known.waiting
 
     def kill(self, name: str) -> None:
         """Kill the process of a host that this gateway started; it stays dead until `readmit`.
@@ -331,7 +336,7 @@ class Coordinator:
             self.children.release(name)
         self.router.update(name, lambda host: host._replace(condition="gone", why="it is starting"))
         # It gets its blocks and its tests anew, as any host that dials in.
-        self.members.cut(name)
+        self.connected.cut(name)
 
     def check_known(self, name: str) -> None:
         """Raises `UsageError` for a host that the swarm does not have."""

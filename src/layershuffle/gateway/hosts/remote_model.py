@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layershuffle.gateway.brain.messages import NotAnswered, Route, State, until
+from layershuffle.gateway.brain.messages import NotAnswered, Route, State, time_limit
 from layershuffle.gateway.brain.places import HeldPlace
 from layershuffle.gateway.brain.sureness import probabilities
 from layershuffle.gateway.calibration.calibration import Calibration, rounds_of, useful_blocks
@@ -112,7 +112,7 @@ class RemoteModel:
         head = min(self._head.seconds, (deadline - router.clock()) / 2)
         late_by = max(0.0, head - router.limits.reserve_ms / _MILLI)
         begun = time.perf_counter()
-        async with until(deadline, "the model's stem had run", clock=router.clock):
+        async with time_limit(deadline, "the model's stem had run", clock=router.clock):
             start = await self._stem.result(model.stem, image)
         entered = time.perf_counter()
 

@@ -32,19 +32,19 @@ async def running_service(
     limits: Limits | None = None,
 ) -> AsyncIterator[tuple[Coordinator, RemoteModel]]:
     """The swarm of `model`, without hosts, and the model that answers by it. Hosts dial in to the
-    routes of the coordinator's `members`, and know `token`."""
-    members = ConnectedHosts(model, token=token)
+    routes of the coordinator's `connected`, and know `token`."""
+    connected = ConnectedHosts(model, token=token)
     router = Router(
-        members,
+        connected,
         depth=model.depth,
         fixed=model.manifest.fixed,
         limits=limits or Limits(),
         wire=wire,
     )
-    coordinator = Coordinator(model, router=router, members=members, copies=copies)
+    coordinator = Coordinator(model, router=router, connected=connected, copies=copies)
     remote_model = RemoteModel(model, router, calibration=calibration_of(model))
     try:
-        async with beside(_keep_watch(coordinator)):
+        async with background(_keep_watch(coordinator)):
             yield coordinator, remote_model
     finally:
         await coordinator.close()
@@ -53,7 +53,7 @@ async def running_service(
 
 
 @asynccontextmanager
-async def beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def background(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """`works` run until the end of the block. The first error of one ends the block, and is the
     block's."""
     try:

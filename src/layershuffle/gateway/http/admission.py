@@ -22,7 +22,7 @@ from pydantic import Field
 from starlette.requests import ClientDisconnect, Request
 
 from layershuffle.gateway.brain.limits import Milliseconds
-from layershuffle.gateway.brain.messages import until
+from layershuffle.gateway.brain.messages import time_limit
 from layershuffle.gateway.brain.places import HeldPlace, Places, Shares
 from layershuffle.gateway.http.errors import HTTPError, busy
 from layershuffle.gateway.http.keys import Keys, is_loopback
@@ -227,7 +227,7 @@ class Admission:
         clients that give up early and ask again get no more threads than others.
         """
         loop = asyncio.get_running_loop()
-        async with until(deadline, event, clock=self.clock):
+        async with time_limit(deadline, event, clock=self.clock):
             place = await self._decoders.take(client)
 
             def end(_: object) -> None:
@@ -244,7 +244,7 @@ class Admission:
 
         Raises `NotAnswered` at `deadline`, and `HTTPError` (429) if no more requests may wait.
         """
-        async with until(deadline, "it was the request's turn", clock=self.clock):
+        async with time_limit(deadline, "it was the request's turn", clock=self.clock):
             self._check_room(client)  # again: others were quicker to decode
             place = await self._walks.take(client)
         try:

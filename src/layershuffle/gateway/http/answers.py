@@ -135,7 +135,7 @@ class HostAnswer(BaseModel):
     )
 
     @classmethod
-    def from_view(cls, host: HostState, *, visits: int, started_here: bool) -> HostAnswer:
+    def from_state(cls, host: HostState, *, visits: int, started_here: bool) -> HostAnswer:
         """The answer on `host`, as the router sees it."""
         return cls(
             name=host.name,

@@ -1,7 +1,7 @@
 """The HTTP routes of a gateway, and the one handler that turns errors into answers.
 
-`start` adds those of hosts, which dial in (`members`), of tabs that become hosts (`page`), and of
-the operator (`admin`).
+`start` adds those of hosts, which dial in (`hosts/connections`), of tabs that become hosts
+(`page`), and of the operator (`operator`).
 """
 
 from __future__ import annotations

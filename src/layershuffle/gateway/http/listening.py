@@ -64,15 +64,15 @@ async def listening(
     limits: GatewayLimits | None = None,
     tls: ssl.SSLContext | None = None,
     trusted: Sequence[str] = (),
-    members: ConnectedHosts | None = None,
+    connected: ConnectedHosts | None = None,
     on_end: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[GatewaySocket, asyncio.Task[None]]]:
     """A context that serves `app`; it gives the listening socket and the task of the server.
 
     The task ends at SIGINT or SIGTERM. `port` 0 takes a free one. With `tls` only https is
     accepted. `trusted` are addresses or networks of proxies, whose X-Forwarded-For is believed.
-    `members` are the hosts that dial in there, if any. `on_end` is called when the server has been
-    told to end, some seconds before running requests are dropped. Raises the errors of
+    `connected` are the hosts that dial in there, if any. `on_end` is called when the server has
+    been told to end, some seconds before running requests are dropped. Raises the errors of
     `GatewaySocket`.
 
         async with listening(app) as (listener, _):
@@ -84,8 +84,8 @@ async def listening(
     inner: Any = ProxyHeadersMiddleware(app, list(trusted)) if trusted else app
 
     def connection(**_: Any) -> asyncio.Protocol:
-        assert members is not None
-        return HostConnection(members, accepted=listener.keep)
+        assert connected is not None
+        return HostConnection(connected, accepted=listener.keep)
 
     limits = limits or GatewayLimits()
     with GatewaySocket(host, port=port, limits=limits, trusted=trusted) as listener:
@@ -93,7 +93,7 @@ async def listening(
         config = uvicorn.Config(
             listener.note_requests(inner),
             http="h11",
-            ws="none" if members is None else cast("type[asyncio.Protocol]", connection),
+            ws="none" if connected is None else cast("type[asyncio.Protocol]", connection),
             log_config=None,
             access_log=False,
             server_header=False,

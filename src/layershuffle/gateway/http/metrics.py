@@ -134,7 +134,7 @@ class Metrics(Collector):
         for host in router.swarm.values():
             visits = self.hops.get(host.name, Counter()).total()
             started_here = host.name in gateway.coordinator.children.names
-            hosts.append(HostAnswer.from_view(host, visits=visits, started_here=started_here))
+            hosts.append(HostAnswer.from_state(host, visits=visits, started_here=started_here))
         return SwarmAnswer(
             model=gateway.model,
             depth=router.depth,

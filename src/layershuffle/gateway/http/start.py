@@ -20,7 +20,7 @@ from layershuffle.gateway.hosts.children import Children
 from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.on_ray import hosts_on_ray
-from layershuffle.gateway.hosts.service import beside, running_service
+from layershuffle.gateway.hosts.service import background, running_service
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.app import create_app
 from layershuffle.gateway.http.files import join_routes, runtime
@@ -51,7 +51,7 @@ class Serving:
     """What the settings of a swarm name, opened: its keys, its certificate, its files.
 
     Once the gateway is open, `hosts_url` is the address at which hosts of other machines dial in,
-    and `members` are the hosts that do.
+    and `connected` are the hosts that do.
 
     Raises `UsageError` for a certificate without its key, for an address that other machines reach
     without a key of the API, and for an address that nodes of Ray do not reach. It is also raised
@@ -75,7 +75,7 @@ class Serving:
         state = state_directory(settings.state)
         self.settings = settings
         self.hosts_url = ""
-        self.members: ConnectedHosts | None = None
+        self.connected: ConnectedHosts | None = None
         self.tls: ssl.SSLContext | None = None
         if certificate is not None and key is not None:
             self.tls = server_context(certificate, key)
@@ -106,7 +106,7 @@ class Serving:
         """Read the API keys and the tokens of hosts again; those that cannot be read stay."""
         if self.keys:
             self._load("API keys", self.keys.load)
-        if self.members is not None:
+        if self.connected is not None:
             self._load("host tokens", self._load_tokens)
 
     def _load(self, what: str, load: Callable[[], None]) -> None:
@@ -118,9 +118,9 @@ class Serving:
             _log.warning("Read again: %s", what)
 
     def _load_tokens(self) -> None:
-        assert self.members is not None
-        own = self.members.tokens[-1]
-        self.members.tokens = (*read_tokens(self.token_file), own)
+        assert self.connected is not None
+        own = self.connected.tokens[-1]
+        self.connected.tokens = (*read_tokens(self.token_file), own)
 
 
 def warn_of_expiry(certificate: Path) -> None:
@@ -170,8 +170,8 @@ async def serve_swarm(
             token_file=serving.token_file,
             model=model.directory / MANIFEST,
         )
-        members = coordinator.members
-        members.tokens = (*tokens, members.tokens[-1])
+        connected = coordinator.connected
+        connected.tokens = (*tokens, connected.tokens[-1])
         if settings.hosts:
             lacking = await coordinator.ready(settings.hosts, within=_PATIENCE, say=say)
             if lacking:
@@ -188,14 +188,14 @@ async def serve_swarm(
             min_accuracy=settings.min_accuracy,
         )
         app = create_app(gateway, page=settings.page)
-        app.router.routes += [*members.routes(), *join_routes(runtime())]
+        app.router.routes += [*connected.routes(), *join_routes(runtime())]
         add_operator(app, key=operated.key)
         # What is loaded stays, so the collector need not look at it.
         gc.collect()
         gc.freeze()
         try:
             async with (
-                beside(upkeep.run()),
+                background(upkeep.run()),
                 port_of_hosts(coordinator, serving) as hosts_url,
                 listening(
                     app,
@@ -203,21 +203,21 @@ async def serve_swarm(
                     port=settings.port,
                     tls=serving.tls,
                     trusted=settings.trusted_proxy,
-                    members=members,
+                    connected=connected,
                     on_end=gateway.admission.end,
                 ) as (listener, served),
             ):
                 url = listener.url
                 dial = hosts_url or url
                 serving.hosts_url = dial
-                serving.members = members
+                serving.connected = connected
                 others = []
                 operated.publish(url, certificate=settings.https_certificate)
                 if settings.ray is not None:
                     # Not before: the nodes dial to this address.
                     token = tokens[0]
                     others = [hosts_on_ray(settings.ray, url=dial, token=token, memory=memory)]
-                async with beside(*others):
+                async with background(*others):
                     ready(coordinator, url, operated.key)
                     # Shielded, because the block above ends it without a word of cancelled tasks.
                     await asyncio.shield(served)
@@ -237,12 +237,12 @@ async def port_of_hosts(coordinator: Coordinator, serving: Serving) -> AsyncIter
         yield None
         return
     async with listening(
-        Starlette(routes=coordinator.members.routes()),
+        Starlette(routes=coordinator.connected.routes()),
         host=settings.listen,
         port=settings.hosts_port,
         limits=HOSTS,
         tls=serving.tls,
-        members=coordinator.members,
+        connected=coordinator.connected,
     ) as (listener, _):
         yield listener.url
 
@@ -257,13 +257,13 @@ async def local_hosts(
     at a port of their own on the loopback network, which is open while they run: no certificate is
     made for it, and nobody outside can crowd it.
     """
-    members = coordinator.members
+    connected = coordinator.connected
     # A token of their own, so that they come back whatever becomes of the one in the file.
     own = secrets.token_hex(32)
-    members.tokens = (*members.tokens, own)
-    app = Starlette(routes=members.routes())
+    connected.tokens = (*connected.tokens, own)
+    app = Starlette(routes=connected.routes())
     names = [f"host-{number + 1}" for number in range(hosts)]
-    async with listening(app, limits=HOSTS, members=members) as (listener, _):
+    async with listening(app, limits=HOSTS, connected=connected) as (listener, _):
         children = Children(
             tuple(names),
             url=f"ws://127.0.0.1:{listener.port}",
@@ -272,11 +272,11 @@ async def local_hosts(
             limits=coordinator.router.limits,
         )
         coordinator.children = children
-        async with beside(children.run()):
+        async with background(children.run()):
             try:
                 yield children
             finally:
-                coordinator.members.watcher = None  # that they leave now is no news
+                coordinator.connected.watcher = None  # that they leave now is no news
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ def test_a_hello_that_is_not_taken(changes: dict[str, Any], code: Close) -> None
                 assert f"protocol {changes['protocol']} does not work" in (
                     odd.socket.close_reason or ""
                 )
-        assert len(site.members) == 0
+        assert len(site.connected) == 0
 
     run(work)
 
@@ -89,7 +89,7 @@ def test_a_name_belongs_to_one_process() -> None:
             await again.hello()
             await again.assigned()
             await asyncio.wait_for(first.socket.wait_closed(), 20)
-            assert site.members["odd"].hello["instance"] == "1"
+            assert site.connected["odd"].hello["instance"] == "1"
 
     run(work)
 
@@ -100,7 +100,7 @@ def test_a_name_belongs_to_one_process() -> None:
 def test_a_host_answers_with_the_numbers_of_the_files(tmp_path: Path) -> None:
     async def work(site: Site) -> None:
         async with hosting(site.url, cache=tmp_path):
-            await site.until(lambda: min(site.holders()) == 1)
+            await site.until(lambda: min(site.copies()) == 1)
             for batch, block in ((1, 0), (3, 11)):
                 state = states(batch)
                 wanted = await digits().compute(block, state)
@@ -112,7 +112,7 @@ def test_a_host_answers_with_the_numbers_of_the_files(tmp_path: Path) -> None:
                 assert np.abs(half - wanted).max() <= 4e-3 * scale
                 small = await site.ask("pi", block, state, form="int8")
                 assert np.abs(small - wanted).max() <= 5e-2 * scale
-            assert site.members["pi"].sent == {}
+            assert site.connected["pi"].sent == {}
 
     run(work)
 
@@ -167,9 +167,9 @@ def test_answers_that_are_not_believed(name: str) -> None:
             if outcome == "lost":
                 await asyncio.wait_for(odd.socket.wait_closed(), 20)
                 assert odd.socket.close_code == Close.BROKEN
-                assert "odd" not in site.members
+                assert "odd" not in site.connected
             else:
-                assert site.members["odd"].sent == {}
+                assert site.connected["odd"].sent == {}
 
     run(work)
 
@@ -197,13 +197,13 @@ def test_a_late_answer_is_dropped_and_harms_nobody() -> None:
                 await asked
             assert header.time <= 50_000
             # Thousands may be owed: they keep no states.
-            assert [sent.before for sent in site.members["odd"].sent.values()] == [None]
+            assert [sent.before for sent in site.connected["odd"].sent.values()] == [None]
             await odd.socket.send(answer(header, state))
             again = asyncio.create_task(site.ask("odd", 3, states(seed=1)))
             header, state = await odd.visit()
             await odd.socket.send(answer(header, state))
             assert (await again).tobytes() == state.tobytes()
-            assert site.members["odd"].sent == {}
+            assert site.connected["odd"].sent == {}
             # An answer twice is one that nobody asked for.
             await odd.socket.send(answer(header, state))
             await asyncio.wait_for(odd.socket.wait_closed(), 20)
@@ -238,7 +238,7 @@ def test_a_host_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -
             assert odd.socket.transport is not None
             odd.socket.transport.pause_reading()
             large, asked = states(256), list[asyncio.Task[State]]()
-            while "odd" in site.members:
+            while "odd" in site.connected:
                 asked.append(asyncio.create_task(site.ask("odd", 3, large, limit=0.3)))
                 await asyncio.sleep(0.02)
             done = await asyncio.gather(*asked, return_exceptions=True)
@@ -256,14 +256,14 @@ def test_a_gateway_that_stood_still_blames_no_host(monkeypatch: pytest.MonkeyPat
 
     async def work(site: Site) -> None:
         async with odd_host(site) as odd:
-            first = site.members["odd"]
+            first = site.connected["odd"]
             await asyncio.sleep(0.1)
             time.sleep(1)
             await asyncio.sleep(0.1)
-            assert site.members["odd"] is first
+            assert site.connected["odd"] is first
             assert odd.socket.transport is not None
             odd.socket.transport.pause_reading()
-            await site.until(lambda: "odd" not in site.members)
+            await site.until(lambda: "odd" not in site.connected)
             odd.socket.transport.abort()
 
     run(work)
