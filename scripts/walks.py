@@ -4,8 +4,9 @@
 
 `fit`: the images of one step, from their files to the gradients. `eval`: one order, from the
 command to its row. `gateway`: a request from the socket to the answer, with its visits at a host
-that runs in this process; what watches over the swarm meanwhile is counted as well. A file is
-listed where the first of its functions is called. What is imported on the way does not count.
+that runs in this process. A file is listed where the first of its functions is called. What is
+imported on the way does not count. What a gateway does whether or not there is a request, by its
+timers and for every connection, is listed apart.
 """
 
 from __future__ import annotations
@@ -37,25 +38,47 @@ from layershuffle_host.host import Host
 PACKAGES = [Path(*package.__path__) for package in (ls, layershuffle_host)]
 MODEL = "timm:vit_tiny_patch16_224?pretrained=false&img_size=32&embed_dim=32&depth=4&num_heads=2"
 _PATIENCE = 120.0  # seconds until a swarm is up
+# Where the event loop enters a gateway without a request: the looks at connections, hosts and
+# files, the audits of hosts, and what is done once for a connection.
+_MEANWHILE = {
+    ("gateway/hosts/service.py", "_keep_watch"),
+    ("gateway/hosts/health.py", "run"),
+    ("gateway/hosts/health.py", "_turn"),
+    ("gateway/hosts/health.py", "_audit"),
+    ("gateway/hosts/health.py", "_audited"),
+    ("gateway/hosts/connections.py", "_ping"),
+    ("gateway/http/upkeep.py", "run"),
+    ("gateway/http/listening.py", "_watch"),
+    ("gateway/http/listening.py", "accept"),
+    ("gateway/http/listening.py", "_next_turn"),
+    ("gateway/http/listening.py", "close"),
+}
 
 
 class EnteredFiles:
-    """A profile function that notes which files of ours are entered while `on`, in all threads."""
+    """A profile function that notes which files of ours are entered while `on`, in all threads.
+
+    `files`: those of the walk; `meanwhile`: those that only `_MEANWHILE` entered.
+    """
 
     def __init__(self) -> None:
         self.files: list[str] = []
+        self.meanwhile: list[str] = []
         self.on = False
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Note the file of a function that is called."""
         if not self.on or event != "call" or frame.f_code.co_name == "<module>":
             return
-        path = Path(frame.f_code.co_filename)
-        for package in PACKAGES:
-            if path.is_relative_to(package):
-                name = str(path.relative_to(package.parent))
-                if name not in self.files:
-                    self.files.append(name)
+        name = our_file(frame)
+        if name is None or name in self.files:
+            return
+        if not is_meanwhile(frame):
+            self.files.append(name)
+            if name in self.meanwhile:
+                self.meanwhile.remove(name)
+        elif name not in self.meanwhile:
+            self.meanwhile.append(name)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -67,6 +90,28 @@ class EnteredFiles:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
+
+
+def our_file(frame: FrameType) -> str | None:
+    """The file of a called function below the folder of its package; `None` if it is not ours."""
+    path = Path(frame.f_code.co_filename)
+    for package in PACKAGES:
+        if path.is_relative_to(package):
+            return str(path.relative_to(package.parent))
+    return None
+
+
+def is_meanwhile(frame: FrameType) -> bool:
+    """Whether the first of our functions on the stack below `frame` is one of `_MEANWHILE`."""
+    first = "", ""
+    caller: FrameType | None = frame
+    while caller is not None:
+        name = our_file(caller)
+        # The command line started the event loop that calls all others.
+        if name is not None and not name.startswith("layershuffle/cli/"):
+            first = name.partition("/")[2], caller.f_code.co_name
+        caller = caller.f_back
+    return first in _MEANWHILE
 
 
 def pictures(folder: Path) -> Path:
@@ -82,7 +127,7 @@ def pictures(folder: Path) -> Path:
     return folder
 
 
-def walk_of_fit(folder: Path, *, method: str = "anyorder") -> list[str]:
+def walk_of_fit(folder: Path, *, method: str = "anyorder") -> EnteredFiles:
     """The files that the images of the third step pass: what is done once is over by then."""
     walk = EnteredFiles()
 
@@ -101,10 +146,10 @@ def walk_of_fit(folder: Path, *, method: str = "anyorder") -> list[str]:
             device="cpu",
             on_phase=notice,
         )
-    return walk.files
+    return walk
 
 
-def walk_of_eval(folder: Path) -> list[str]:
+def walk_of_eval(folder: Path) -> EnteredFiles:
     """The files that one order passes, from the command to its row."""
     walk = EnteredFiles()
     data = f"folder:{pictures(folder / 'data')}"
@@ -123,10 +168,10 @@ def walk_of_eval(folder: Path) -> list[str]:
         with walk.watching():
             walk.on = True
             main(words)
-    return walk.files
+    return walk
 
 
-def walk_of_gateway(folder: Path) -> list[str]:
+def walk_of_gateway(folder: Path) -> EnteredFiles:
     """The files that a request passes between the gateway's socket and the end of its answer."""
     walk = EnteredFiles()
     with socket.socket() as free:
@@ -145,7 +190,7 @@ def walk_of_gateway(folder: Path) -> list[str]:
     client.join()
     if "degraded" not in answers[0]:
         raise RuntimeError(f"The gateway has not classified the image: {answers[0]}")
-    return walk.files
+    return walk
 
 
 def until_it_answers(port: int, folder: Path, walk: EnteredFiles) -> str:
@@ -186,7 +231,7 @@ def opened(url: str, body: bytes | None = None) -> str:
     raise TimeoutError(f"{url} gives no answer")
 
 
-WALKS: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
+WALKS: dict[str, tuple[str, Callable[[Path], EnteredFiles]]] = {
     "fit": ("the images of a step in fit, from their files to the gradients", walk_of_fit),
     "eval": ("one order in eval, from the command to its row", walk_of_eval),
     "gateway": ("a request, from the gateway's socket to the answer", walk_of_gateway),
@@ -197,7 +242,11 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or WALKS:
         title, walk_of = WALKS[name]
         with tempfile.TemporaryDirectory() as place:
-            files = walk_of(Path(place))
-        print(f"{title}: {len(files)} files")
-        for file in files:
+            walk = walk_of(Path(place))
+        print(f"{title}: {len(walk.files)} files")
+        for file in walk.files:
             print(f"  {file}")
+        if walk.meanwhile:
+            print(f"meanwhile, whether or not there is a request: {len(walk.meanwhile)} files")
+            for file in walk.meanwhile:
+                print(f"  {file}")

@@ -17,7 +17,7 @@ def test_the_walks_of_an_image_an_order_and_a_request(repository: Path) -> None:
             walks[-1].append(line.strip())
     counts = [int(line.split()[-2]) for line in run.stdout.splitlines() if line.endswith(" files")]
     assert counts == [len(files) for files in walks]
-    fit, evaluation, request = walks
+    fit, evaluation, request, meanwhile = walks
     assert fit[0] == "layershuffle/training/loop.py"
     assert "layershuffle/core/entries.py" in fit
     assert "layershuffle/core/draws.py" in fit
@@ -25,5 +25,8 @@ def test_the_walks_of_an_image_an_order_and_a_request(repository: Path) -> None:
     # The order is given and nothing is tried.
     assert "layershuffle/core/draws.py" not in evaluation
     assert "layershuffle_host/blocks.py" in request
+    # Nobody assigns blocks or looks at files for a request.
+    assert "layershuffle/gateway/hosts/coordinator.py" in meanwhile
+    assert not set(request) & set(meanwhile)
     for files in walks:
         assert len(set(files)) == len(files)
