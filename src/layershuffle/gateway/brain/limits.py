@@ -54,6 +54,10 @@ class Limits(Settings):
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Share of visits that are computed again at the gateway, off the request's path, and compared;
     more of a new host's first ones. 0: none."""
+    # Whoever is shut out may come back under another name, as often as it likes.
+    first_audits: Annotated[int, Field(ge=0)] = 8
+    """What a new process answers counts only once it was computed again at the gateway, until so
+    many of its visits have passed."""
 
     start_ms: Milliseconds = 120_000.0
     """Longest time for the first answer of a block that was loaded."""

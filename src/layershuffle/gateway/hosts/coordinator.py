@@ -24,6 +24,7 @@ from layershuffle.gateway.hosts.children import Children
 from layershuffle.gateway.hosts.connections import ConnectedHost, ConnectedHosts
 from layershuffle.gateway.hosts.health import ROUNDING, HealthMonitor, Reference
 from layershuffle.gateway.hosts.router import Router
+from layershuffle.gateway.hosts.shut_out import ShutOut
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.text import counted
 
@@ -48,8 +49,8 @@ class Coordinator:
     """Keeps the blocks of `model` on the hosts that are there; `run` works until cancelled.
 
     `copies`: hosts that hold each block, where they have room; `children`: the hosts that this
-    gateway starts itself, if any. `away`: hosts that take no visits until `readmit`; `watching`:
-    whether `run` is active.
+    gateway starts itself, if any. `away`: hosts that take no visits until `readmit`; `shut_out`:
+    those that gave wrong answers, also to the process before; `watching`: whether `run` is active.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Coordinator:
         router: Router,
         connected: ConnectedHosts,
         copies: int = COPIES,
+        shut_out: ShutOut | None = None,
     ) -> None:
         self.model = model
         self.router = router
@@ -68,6 +70,9 @@ class Coordinator:
         self.watching = False
         self.health = HealthMonitor(router)
         self.away = set[str]()
+        self.shut_out = shut_out or ShutOut()
+        for name, why in list(self.shut_out.why.items())[-_MOST_GONE:]:
+            router.put(HostState(name, frozenset(), condition="shut-out", why=why))
         self._references = _references_of(model)
         self._departed: dict[str, tuple[HostCapacity, float]] = {}
         self._planned: list[HostCapacity] = []
@@ -86,6 +91,7 @@ class Coordinator:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.health.run())
                 while True:
+                    self._remember_shut_out()
                     self._plan()
                     self._say()
                     with suppress(TimeoutError):
@@ -133,13 +139,14 @@ class Coordinator:
 
     def joined(self, host: ConnectedHost) -> None:
         """See `connections.HostWatcher`."""
-        before = self.router.swarm.get(host.name)
+        self._remember_shut_out()
         returned = self._departed.pop(host.name, None)
         loading = frozenset[int]() if returned is None else returned[0].blocks
         known = HostState(host.name, frozenset(), loading=loading)
-        if before is not None and before.condition == "shut-out":
+        if host.name in self.shut_out.why:
             # A new connection is no proof of honesty.
-            known = known._replace(condition="shut-out", why=before.why)
+            why = self.shut_out.why[host.name]
+            known = known._replace(condition="shut-out", why=why, loading=frozenset())
         elif host.name in self.away:
             known = state.draining(known)
         elif host.hello["memory"] < (least := min(file.size for file in self.model.weights)):
@@ -188,7 +195,9 @@ class Coordinator:
         """See `connections.HostWatcher`."""
         name, now, limits = host.name, self.router.clock(), self.router.limits
         self.health.drop(name)
-        self._departed[name] = self._capacity(host), now
+        if self.router.swarm[name].condition in ("healthy", "suspect"):
+            # It may come back to its blocks; until then it serves none of them.
+            self._departed[name] = replace(self._capacity(host), ready=frozenset()), now
         until = now + limits.return_ms / _MILLI
         self.router.update(name, lambda host: _gone(host, why, until=until))
         gone = [n for n in self.router.swarm if n not in self.connected and n not in self.away]
@@ -197,6 +206,11 @@ class Coordinator:
             self.router.swarm.remove(longest)
             self._loading.pop(longest, None)
         self._changed.set()
+
+    def _remember_shut_out(self) -> None:
+        for host in self.router.swarm.values():
+            if host.condition == "shut-out":
+                self.shut_out.add(host.name, host.why)
 
     def _say(self) -> None:
         """Log what has become of the hosts, of each at most a line in `_QUIET` seconds."""
@@ -332,6 +346,7 @@ class Coordinator:
         """Bring back a host that was shut out, drained or ended."""
         self.check_known(name)
         self.away.discard(name)
+        self.shut_out.remove(name)
         if name in self.children.names:
             self.children.release(name)
         self.router.update(name, lambda host: host._replace(condition="gone", why="it is starting"))
@@ -340,7 +355,8 @@ class Coordinator:
 
     def check_known(self, name: str) -> None:
         """Raises `UsageError` for a host that the swarm does not have."""
-        if name not in self.router.swarm and name not in self.children.names:
+        known = (self.router.swarm, self.children.names, self.shut_out.why)
+        if not any(name in names for names in known):
             names = ", ".join(self.router.swarm) or "none"
             raise UsageError(f"There is no host {name!r}", hint=f"hosts: {names}")
 

@@ -2,8 +2,8 @@
 
 canary  a random state through one block; every host gets one from time to time
 probe   a canary for a suspect host; if it passes in time, the host is healthy again
-audit   a share of the answered visits, and the first ones of every process, are computed again
-        here, off the request's path (`Habit` chooses them)
+audit   a share of the answered visits are computed again here, off the request's path (`Habit`
+        chooses them). All of the first ones of every process are, and these count only then
 
 The correct answer is computed by the block in this process, from the files that the hosts fetch
 (`Reference`). So a host that answers wrongly is shut out even if no other host holds its blocks. It
@@ -188,9 +188,10 @@ class HealthMonitor:
         self._records: dict[str, HostRecord] = {}
         self._habits: dict[str, Habit] = {}
         self._questions: dict[tuple[int, str], _Question] = {}
-        self._audits: set[asyncio.Task[None]] = set()
+        self._audits: set[asyncio.Task[bool]] = set()
         self._told = -math.inf
         router.observers.append(self._observe)
+        router.second_opinion = self._second_opinion
 
     def expect(self, host: str, blocks: Mapping[int, Reference]) -> None:
         """Check these blocks of `host` too, from now on."""
@@ -246,6 +247,7 @@ class HealthMonitor:
         """Cancel running audits and computations, and start no more audits."""
         if self._observe in self.router.observers:
             self.router.observers.remove(self._observe)
+            self.router.second_opinion = lambda *_: None
         tasks: list[asyncio.Future[Any]] = [*self._audits]
         tasks += [question.output for question in self._questions.values()]
         for task in tasks:
@@ -343,20 +345,44 @@ class HealthMonitor:
         habit = self._habits.setdefault(hop.host, Habit())
         chosen = habit.audits(before, after, share=share, chance=self._chance)
         reference = self._reference_of(hop.host, hop.block)
-        if chosen and reference is not None and len(self._audits) < _AUDITS:
-            task = asyncio.ensure_future(self._audit(hop, reference, before, after, habit=habit))
-            self._audits.add(task)
-            task.add_done_callback(self._audited)
+        # The first visits were computed again before they counted.
+        known = habit.passed >= self.router.limits.first_audits
+        if chosen and known and reference is not None and len(self._audits) < _AUDITS:
+            self._begin_audit(hop, reference, before, after, habit=habit)
 
-    def _audited(self, task: asyncio.Task[None]) -> None:
+    def _second_opinion(
+        self, hop: Visited, before: State, after: State
+    ) -> asyncio.Future[bool] | None:
+        """Whether a visit of a new process, computed again here, has the same result; `None` for a
+        process that is known.
+
+        The gateway has an opinion itself, so nobody can agree on a lie with another new host, and a
+        block that nobody else holds is used.
+        """
+        limits = self.router.limits
+        habit = self._habits.setdefault(hop.host, Habit())
+        reference = self._reference_of(hop.host, hop.block)
+        if not limits.audit_share or habit.passed >= limits.first_audits or reference is None:
+            return None
+        return self._begin_audit(hop, reference, before, after, habit=habit)
+
+    def _begin_audit(
+        self, hop: Visited, reference: Reference, before: State, after: State, *, habit: Habit
+    ) -> asyncio.Task[bool]:
+        task = asyncio.ensure_future(self._audit(hop, reference, before, after, habit=habit))
+        self._audits.add(task)
+        task.add_done_callback(self._audited)
+        return task
+
+    def _audited(self, task: asyncio.Task[bool]) -> None:
         self._audits.discard(task)
         if not task.cancelled() and (error := task.exception()):
             _log.error("An audit broke", exc_info=error)
 
     async def _audit(
         self, hop: Visited, reference: Reference, before: State, after: State, *, habit: Habit
-    ) -> None:
-        """Compute the state after the hop again in this process, and compare."""
+    ) -> bool:
+        """Compute the state after the hop again in this process; whether it is the same."""
         wire = self.router.wire
         # The input of the hop's host, rounded by the wire.
         received = rounded(before, wire)
@@ -369,12 +395,13 @@ class HealthMonitor:
         self.disagreed += not agreed
         # If the process restarted or got other weights meanwhile, it did not give this answer.
         if self._reference_of(hop.host, hop.block) is not reference:
-            return
+            return agreed
         if agreed:
             habit.passed += 1
         else:
             why = f"it answered wrongly for block {hop.block}"
             self.router.report(hop._replace(outcome="wrong", why=why))
+        return agreed
 
     def _reference_of(self, host: str, block: int) -> Reference | None:
         return self._records[host].blocks.get(block) if host in self._records else None

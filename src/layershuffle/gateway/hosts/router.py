@@ -7,9 +7,11 @@ Everything that it learns goes into its `Swarm` through the pure functions of `s
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from layershuffle.gateway.brain.policy import RequestProgress, UnderWay, Wait, c
 from layershuffle.gateway.brain.rounds import QUEUE, Rounds
 from layershuffle.gateway.brain.settings import Wire
 from layershuffle.gateway.brain.state import HostState, Swarm
+from layershuffle.ground.errors import ModelFileError
 
 _MILLI = 1000.0
 _SLACK, _SLACK_MS = 1.1, 1.0
@@ -44,7 +47,8 @@ class PendingVisit(UnderWay):
     """A visit in flight that carries the state `before`.
 
     `ends`: the time from which the visit is late, in seconds of the router's clock; then its
-    lateness counts against its host, once.
+    lateness counts against its host, once. `hop`: of an answer that has come and counts once it has
+    been computed again, for which `answer` waits then.
     """
 
     visit: Visit
@@ -52,6 +56,7 @@ class PendingVisit(UnderWay):
     started: float
     before: State
     ends: float
+    hop: Visited | None = None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -76,6 +81,12 @@ class Walk(RequestProgress):
         if self.woken is not None and not self.woken.done():
             self.woken.set_result(None)
 
+    def over(self, answer: asyncio.Future[Answer]) -> None:
+        """Go on, because an answer or a failure has come."""
+        if not answer.cancelled():
+            answer.exception()  # otherwise asyncio reports those of dropped visits as lost
+        self.wake()
+
 
 class Router:
     """Sends states through the swarm. `swarm` is its knowledge about the hosts.
@@ -84,7 +95,8 @@ class Router:
     place in stem and head. Hosts serve the others, `hosted`.
     `rounds` (how many blocks run side by side, and how often) may be changed at any time; a running
     request keeps what it began with. Each of `observers` is called with every hop and the states
-    around it (metrics and audits use this).
+    around it (metrics and audits use this). `second_opinion` is called with the same for every
+    answer: where it returns a future, the answer counts once that says so.
     """
 
     def __init__(
@@ -109,6 +121,9 @@ class Router:
         self.swarm = Swarm()
         self._moving: set[Walk] = set()
         self.observers: list[Callable[[Visited, State, State | None], None]] = []
+        self.second_opinion: Callable[[Visited, State, State], asyncio.Future[bool] | None] = (
+            lambda *_: None
+        )
         # Not a set, whose order is another one in every process: they are woken in turn.
         self._watching: dict[Walk, None] = {}
 
@@ -211,7 +226,8 @@ class Router:
     def _drop(self, call: PendingVisit) -> None:
         """Nobody waits for a visit any more; without this its host would look busy forever."""
         call.answer.cancel()
-        self.update(call.visit.host, lambda host: state.sent(host, -1))
+        if call.hop is None:
+            self.update(call.visit.host, lambda host: state.sent(host, -1))
 
     async def _wait(self, walk: Walk, action: Wait) -> None:
         """Wait until a visit ends or is late, time is up or, if it matters, the swarm changes.
@@ -260,13 +276,7 @@ class Router:
         before, started = walk.state, self.clock()
         self.put(state.sent(self.swarm[visit.host]))
         answer = asyncio.ensure_future(self.transport.visit(visit, before, form=self.wire))
-
-        def over(answer: asyncio.Future[Answer]) -> None:
-            if not answer.cancelled():
-                answer.exception()  # otherwise asyncio reports those of dropped visits as lost
-            walk.wake()
-
-        answer.add_done_callback(over)
+        answer.add_done_callback(walk.over)
         return PendingVisit(
             block=visit.block,
             version=len(walk.done),
@@ -288,12 +298,23 @@ class Router:
             self._fail(walk, call, outcome=error.outcome, why=error.cause)
             self._drop(call)
             return
-        hop = self._hop(walk, call, outcome="answered", seconds=elapsed)._replace(
-            compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
-        )
         after = answer.state
+        hop = call.hop
+        if hop is None:
+            hop = self._hop(walk, call, outcome="answered", seconds=elapsed)._replace(
+                compute_ms=answer.compute_ms, queue_ms=answer.queue_ms, batch=answer.batch
+            )
+            self.update(hop.host, partial(state.answered, hop=hop, limits=self.limits))
+            opinion = self.second_opinion(hop, call.before, after)
+            if opinion is not None:
+                call.hop = hop
+                call.answer = asyncio.ensure_future(_agreed(answer, opinion))
+                call.answer.add_done_callback(walk.over)
+                # Its host has answered in time, and computing here may take longer.
+                call.ends = math.inf
+                walk.under_way.append(call)
+                return
         self._note(walk, call, hop=hop, after=after)
-        self.update(hop.host, lambda host: state.answered(host, hop, limits=self.limits))
         # The answer itself if it read the newest state; otherwise add its residual.
         newest = call.version == len(walk.done)
         walk.state = after if newest else walk.state + (after - call.before)
@@ -335,6 +356,19 @@ class Router:
         walk.hops.append(hop)
         for observe in self.observers:
             observe(hop, call.before, after)
+
+
+async def _agreed(answer: Answer, opinion: asyncio.Future[bool]) -> Answer:
+    """`answer`, once the second opinion is the same. Raises `VisitError` if it is not."""
+    try:
+        # Shielded, because it says something of the host, whatever becomes of the request.
+        same = await asyncio.shield(opinion)
+    except ModelFileError as error:
+        cause = f"its answer could not be computed again: {error.cause}"
+        raise VisitError(cause, outcome="unavailable") from error
+    if not same:
+        raise VisitError("it answered wrongly", outcome="wrong")
+    return answer
 
 
 def _presence(host: HostState) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.hosts.router import Router
+from layershuffle.gateway.hosts.shut_out import ShutOut
 
 _PAUSE = 0.5  # seconds before a watch that broke begins again
 _log = logging.getLogger(__name__)
@@ -30,9 +31,10 @@ async def running_service(
     copies: int = COPIES,
     wire: Wire = "fp32",
     limits: Limits | None = None,
+    shut_out: ShutOut | None = None,
 ) -> AsyncIterator[tuple[Coordinator, RemoteModel]]:
     """The swarm of `model`, without hosts, and the model that answers by it. Hosts dial in to the
-    routes of the coordinator's `connected`, and know `token`."""
+    routes of the coordinator's `connected`, and know `token`. `shut_out`: hosts that stay out."""
     connected = ConnectedHosts(model, token=token)
     router = Router(
         connected,
@@ -41,7 +43,9 @@ async def running_service(
         limits=limits or Limits(),
         wire=wire,
     )
-    coordinator = Coordinator(model, router=router, connected=connected, copies=copies)
+    coordinator = Coordinator(
+        model, router=router, connected=connected, copies=copies, shut_out=shut_out
+    )
     remote_model = RemoteModel(model, router, calibration=calibration_of(model))
     try:
         async with background(_keep_watch(coordinator)):

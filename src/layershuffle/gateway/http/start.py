@@ -21,6 +21,7 @@ from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.on_ray import hosts_on_ray
 from layershuffle.gateway.hosts.service import background, running_service
+from layershuffle.gateway.hosts.shut_out import ShutOut
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.app import create_app
 from layershuffle.gateway.http.files import join_routes, runtime
@@ -160,7 +161,13 @@ async def serve_swarm(
     try_ports(settings)
     tokens = read_tokens(serving.token_file)
     memory = int(1e6 * settings.memory_mb)
-    swarm = running_service(model, token=tokens[0], copies=settings.copies, wire=settings.wire)
+    swarm = running_service(
+        model,
+        token=tokens[0],
+        copies=settings.copies,
+        wire=settings.wire,
+        shut_out=ShutOut(operated.state / "shut-out.json"),
+    )
     async with (
         swarm as (coordinator, remote_model),
         local_hosts(coordinator, settings.hosts, memory=memory),
