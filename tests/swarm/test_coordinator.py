@@ -546,6 +546,27 @@ def test_a_block_that_cannot_be_loaded_is_said_once(lines: Lines) -> None:
     assert loads[0].endswith("the disk is full")
 
 
+def test_what_a_host_says_is_one_line_of_the_log_without_escapes(lines: Lines) -> None:
+    """New lines, colours and marks of direction, in a reason and in a version."""
+    bad = "a\nb\r\x1b[31mc\u2028\u202ed"
+
+    async def main() -> None:
+        async with gateway() as site, dialled(site) as stranger, dialled(site) as old:
+            await stranger.hello()
+            (first, *_) = await stranger.assigned()
+            text = {"type": "failed", "slot": first["slot"], "why": bad}
+            await stranger.socket.send(json.dumps(text))
+            await site.until(lambda: any("cannot load" in line for line in lines()))
+            assert "\n" not in site.router.swarm["odd"].why
+            await old.hello(protocol=bad)
+            await site.until(lambda: any("is refused" in line for line in lines()))
+
+    asyncio.run(main())
+    quoted = [line for line in lines() if "a\\nb\\r\\x1b[31mc\\u2028\\u202ed" in line]
+    assert len(quoted) == 2
+    assert all(line.isprintable() for line in lines())
+
+
 def test_a_request_without_an_answer_has_an_id_and_floods_do_not_fill_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

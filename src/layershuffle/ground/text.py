@@ -67,6 +67,19 @@ def one_line(error: object, *, limit: int = 300) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
+def printable(text: str) -> str:
+    """Text of others on one line that moves no cursor: what does not print is escaped.
+
+    >>> printable("a\\nb")
+    'a\\\\nb'
+    """
+    parts = []
+    for character in text:
+        prints = character.isprintable()
+        parts.append(character if prints else character.encode("unicode_escape").decode())
+    return "".join(parts)
+
+
 def listing(rows: Sequence[tuple[str, str]]) -> str:
     """Names and what they mean, one pair per line, the meanings aligned to the left."""
     width = max(len(name) for name, _ in rows)

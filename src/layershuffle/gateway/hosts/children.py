@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.ground.errors import LayerShuffleError
-from layershuffle.ground.text import one_line
+from layershuffle.ground.text import one_line, printable
 
 _PR_SET_PDEATHSIG = 1
 _KEPT = 1000  # bytes of what a process said last
@@ -139,7 +139,7 @@ def _last_error(tail: bytes) -> str:
     """ ": " and the last line that tells of a fault, of what a process wrote; "" if none does."""
     for line in reversed(tail.decode(errors="replace").splitlines()):
         if line.strip() and not _QUIET.match(line):
-            return f": {line.strip()}"
+            return f": {printable(line.strip())}"
     return ""
 
 

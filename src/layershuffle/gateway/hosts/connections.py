@@ -27,6 +27,7 @@ from websockets.server import ServerProtocol
 from layershuffle.gateway.brain.messages import Answer, Outcome, State, Visit, VisitError
 from layershuffle.gateway.brain.settings import Wire
 from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.ground.text import printable
 from layershuffle_host import wire
 from layershuffle_host.wire import Close, Dtype, Header, Kind, Why, WireError
 
@@ -253,6 +254,7 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
             self.watcher.joined(host)
 
     def _refuse(self, connection: HostConnection, code: Close, why: str) -> None:
+        why = printable(why)  # it may quote the host
         now = asyncio.get_running_loop().time()
         if now - self._refused_at >= _QUIET:  # it dials again, every few seconds
             self._refused_at = now
@@ -273,7 +275,7 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
             return  # of an assignment before this one
         if kind == "failed":
             if watcher is not None:
-                watcher.failed(host, block, why=message["why"])
+                watcher.failed(host, block, why=printable(message["why"]))
             return
         again = block in host.ready
         host.ready[block] = message["seconds"]
