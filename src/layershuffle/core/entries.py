@@ -4,8 +4,8 @@ The backbone's own forward is the only loop over blocks, so whatever it does bet
 (read-outs, gates, a condition, its own autocast) is done by its own code. An entry runs its block
 with the hooks around it. It may also return what an earlier order with the same beginning computed,
 add its block's residual to a newer state (rounds), or run every sample of the batch by the block
-that its own order has at this position. `along` builds the entries of one order, `grouped` those of
-an order per sample.
+that its own order has at this position. `order_entries` builds the
+entries of one order, `sample_entries` those of an order per sample.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from layershuffle.core.checks.blocks import (
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import Run, in_backward
-from layershuffle.core.tensors import mapped, state_of, tensor_of, to_device
+from layershuffle.core.tensors import map_tensors, state_of, tensor_of, to_device
 
 Call = Callable[..., Any]
 """Called as a block is: the state, then whatever else the backbone passes to its blocks."""
@@ -102,7 +102,7 @@ class Entry:
         raise refused_part(self._module)
 
 
-def placed(block: nn.Module, step: Step, *, run: Run) -> Call:
+def block_call(block: nn.Module, step: Step, *, run: Run) -> Call:
     """`block` at a position: with the hooks of `run` around it, and recomputed if `run` says so."""
     if not run.hooks and not run.recompute:
         return block
@@ -141,7 +141,7 @@ class Shared:
     kept: int = 0
 
 
-def along(
+def order_entries(
     blocks: Sequence[nn.Module], order: ExecutionOrder, *, run: Run, shared: Shared | None = None
 ) -> Sequence[Call]:
     """The entries of one forward along `order`; `shared`: outputs in common with other orders.
@@ -155,13 +155,14 @@ def along(
             return [blocks[block] for block in order]
         steps = [Step(position, block) for position, block in enumerate(order)]
         return [
-            Entry(blocks[step.block], placed(blocks[step.block], step, run=run)) for step in steps
+            Entry(blocks[step.block], block_call(blocks[step.block], step, run=run))
+            for step in steps
         ]
     read_later = order.last_readers()
     states: dict[int, Tensor] = {}
 
     def entry(position: int, block: int, version: int) -> Entry:
-        call = placed(blocks[block], Step(position, block), run=run)
+        call = block_call(blocks[block], Step(position, block), run=run)
         replays = Replays()
 
         def enter(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +225,7 @@ class Axes:
         return self.inputs[place], self.outputs[place]
 
 
-def grouped(
+def sample_entries(
     blocks: Sequence[nn.Module],
     orders: Sequence[ExecutionOrder],
     *,
@@ -279,7 +280,7 @@ def grouped(
                 read = [parts[version][group] for group, version in members]
                 here = tuple(row for group, _ in members for row in rows[group])
                 others, named = _cut((args, kwargs), here, axes=inputs[1:], samples=samples)
-                run_block = placed(blocks[block], Step(position, block, here), run=run)
+                run_block = block_call(blocks[block], Step(position, block, here), run=run)
                 joined = read[0] if len(read) == 1 else torch.cat(read, axis)
                 outs[here] = run_block(joined, *others, **named)
                 sizes = [len(rows[group]) for group, _ in members]
@@ -294,14 +295,14 @@ def grouped(
                     leaving.begin(result, axis)
                 elif 0 <= beyond < last and leaving.rows:
                     block = len(blocks) - last + beyond
-                    run_block = placed(
+                    run_block = block_call(
                         blocks[block], Step(position, block, leaving.rows, early=True), run=run
                     )
                     cut = _cut((args, kwargs), leaving.rows, axes=inputs[1:], samples=samples)
                     leaving.go_on(beyond, run_block, cut)
                 if position + 1 == longest:
                     result = torch.cat([result, leaving.answer(result, axis)], axis)
-            return _beside(outs, result, axes=outputs, samples=samples)
+            return _combined_output(outs, result, axes=outputs, samples=samples)
 
         return Entry(blocks[0], call, one_block=False)
 
@@ -392,10 +393,10 @@ def _cut(arguments: Any, rows: tuple[int, ...], *, axes: Sequence[int | None], s
             return leaf
         return _rows(leaf, rows, axis)
 
-    return mapped(arguments, cut)
+    return map_tensors(arguments, cut)
 
 
-def _beside(
+def _combined_output(
     outs: dict[tuple[int, ...], Any], state: Tensor, *, axes: Sequence[int | None], samples: int
 ) -> Any:
     """`state` in the form of the blocks' outputs, whose other values are put together by sample."""

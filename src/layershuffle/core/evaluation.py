@@ -287,7 +287,7 @@ def _score_batch(
             for index, logits in run_many(model, images, orders=orders, forward=forward):
                 columns[index].tally.add(logits, labels)
         else:
-            answers = _until_sure(
+            answers = _answers_at_stop(
                 model, images, orders=orders, stop=stop, fixed=fixed, forward=forward
             )
             for index, logits, steps in answers:
@@ -297,7 +297,7 @@ def _score_batch(
             on_images(columns[0].tally.images)
 
 
-def _until_sure(
+def _answers_at_stop(
     model: nn.Module,
     images: Tensor,
     *,

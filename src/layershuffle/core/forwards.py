@@ -87,11 +87,13 @@ def run_many(
         else:
             common = order.common_beginning(following) if following else 0
             shared.reused, shared.kept = shared.kept, common
-            asked = StackRequests(stack.depth)
-            watching = watched_calls(model, stack, blocks=stack.blocks, order=order, asked=asked)
-            with in_order(stack, order, asked=asked, shared=shared), watching:
+            requests = StackRequests(stack.depth)
+            watching = watched_calls(
+                model, stack, blocks=stack.blocks, order=order, requests=requests
+            )
+            with in_order(stack, order, requests=requests, shared=shared), watching:
                 output = call(images)
-            asked.refuse_cut(model)
+            requests.refuse_cut(model)
             del shared.outputs[shared.kept :]
         for index in indices[order]:
             yield index, output

@@ -26,10 +26,10 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 """Takes logits at an exit and the final ones, and returns their mean divergence."""
 
 # Stacks whose backbone cannot run several orders in one batch.
-_APART: WeakSet[nn.Module] = WeakSet()
+_NEVER_TOGETHER: WeakSet[nn.Module] = WeakSet()
 
 
-def loss_along(
+def loss_of_orders(
     model: nn.Module,
     images: Tensor,
     *,
@@ -86,7 +86,7 @@ def loss_along(
         by_itself=self_distillation,
     )
 
-    def by(walk: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def compute(walk: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         return walk(
             model,
             images,
@@ -98,16 +98,16 @@ def loss_along(
             logits=partial(_logits_of, model, logits),
         )
 
-    if not is_mixed or stack in _APART:
-        return by(_apart if is_mixed else _joined)
+    if not is_mixed or stack in _NEVER_TOGETHER:
+        return compute(_separate_forwards if is_mixed else _common_forward)
     try:
-        return by(_joined)
+        return compute(_common_forward)
     # transformers' backbones record their states, which several orders do not allow.
     except (StackError, UsageError) as error:
         reason = error.cause
     # Outside of `except`: an error that follows is not one of handling the first.
-    result = by(_apart)
-    _APART.add(stack)
+    result = compute(_separate_forwards)
+    _NEVER_TOGETHER.add(stack)
     _log.warning(
         "The groups of a batch run one after the other, because this model cannot run them "
         "together: %s",
@@ -116,7 +116,7 @@ def loss_along(
     return result
 
 
-def _joined(
+def _common_forward(
     model: nn.Module,
     images: Tensor,
     *,
@@ -160,7 +160,7 @@ def _by_group(images: Tensor, groups: int) -> tuple[list[int], Tensor]:
     return rows, to_device(back, images.device)
 
 
-def _apart(
+def _separate_forwards(
     model: nn.Module,
     images: Tensor,
     *,

@@ -388,12 +388,12 @@ class Method:
         """
         from layershuffle.core.checks.parts import check_parts
         from layershuffle.core.checks.steps import warn_of_step_again
-        from layershuffle.core.losses import loss_along
+        from layershuffle.core.losses import loss_of_orders
         from layershuffle.core.stack import stack_of
 
         check_parts(model, distinct=self.distinct, position=self.position, fixed=self.fixed)
         warn_of_step_again(stack_of(model), images, method=self, step=(step, micro_batch, rank))
-        return loss_along(
+        return loss_of_orders(
             model,
             images,
             labels=labels,

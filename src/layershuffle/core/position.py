@@ -135,7 +135,7 @@ class Guesses:
 
     def accuracy(self) -> float:
         """Percentage of (sample, position) pairs guessed correctly; raises as `loss` does."""
-        _check_asked(self.items)
+        _check_guessed(self.items)
         right = sum(int((g.logits.argmax(-1) == g.step.position).sum()) for g in self.items)
         return 100.0 * right / sum(len(g.logits) for g in self.items)
 
@@ -146,7 +146,7 @@ def position_loss(guesses: Sequence[PositionGuess], form: PredictionForm) -> Ten
     It is the mean over samples of the sum (or mean) over the positions of the sample, so that with
     an order per sample, of any length, every sample counts as if it had run alone.
     """
-    _check_asked(guesses)
+    _check_guessed(guesses)
     # The number of positions of each sample, which may differ with an order per sample.
     runs = Counter(row for guess in guesses for row in _samples(guess))
     losses = [(_losses(guess) * _share(guess, runs, form)).sum() for guess in guesses]
@@ -174,7 +174,7 @@ def _share(guess: PositionGuess, runs: Mapping[int, int], form: PredictionForm) 
     return to_device(shares, guess.logits.device)
 
 
-def _check_asked(guesses: Sequence[PositionGuess]) -> None:
+def _check_guessed(guesses: Sequence[PositionGuess]) -> None:
     if not guesses:
         raise UsageError(
             "No position was predicted",

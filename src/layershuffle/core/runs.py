@@ -8,7 +8,7 @@ that `with` blocks which exit out of turn (an `ExitStack`, a generator) leave no
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,39 +39,39 @@ class Run:
     order: object = None
     hooks: tuple[BlockHook, ...] = ()
     recompute: bool = False
-    asked: StackRequests | None = None
+    requests: StackRequests | None = None
 
 
 PLAIN = Run()
 
 
-@dataclass(eq=False)
-class _Change:
-    """What one `with` block changes between its entry and its exit."""
+class RunChange:
+    """Run `stack` with these fields of `Run` in a `with` block; `hooks` are appended."""
 
-    stack: nn.Module
-    hooks: tuple[BlockHook, ...]
-    settings: Mapping[str, Any]
-    over: bool = False
+    def __init__(self, stack: nn.Module, *hooks: BlockHook, **settings: Any) -> None:
+        self.stack = stack
+        self.hooks = hooks
+        self.settings = settings
+        self.over = False
 
     def __enter__(self) -> None:
         # A new tuple each time, so that threads and tasks that copied the context keep their
         # orders.
-        _CHANGES.set((*_in_force(), self))
+        _CHANGES.set((*_current_changes(), self))
 
     def __exit__(self, *_: object) -> None:
         # A generator may be closed in another thread or task than the one it began in. The context
         # there cannot be reached, so the change itself is marked as over.
         self.over = self not in _CHANGES.get()
-        _CHANGES.set(tuple([other for other in _in_force() if other is not self]))
+        _CHANGES.set(tuple([other for other in _current_changes() if other is not self]))
 
 
-_CHANGES: ContextVar[tuple[_Change, ...]] = ContextVar("layershuffle_changes", default=())
+_CHANGES: ContextVar[tuple[RunChange, ...]] = ContextVar("layershuffle_changes", default=())
 
 
 def run_of(stack: nn.Module) -> Run:
     """The `Run` of `stack` in this context; the object `PLAIN` if nothing is set."""
-    changes = [change for change in _in_force() if change.stack is stack]
+    changes = [change for change in _current_changes() if change.stack is stack]
     if not changes:
         return PLAIN
     hooks = tuple(hook for change in changes for hook in change.hooks)
@@ -80,15 +80,10 @@ def run_of(stack: nn.Module) -> Run:
 
 def changed_stacks() -> set[nn.Module]:
     """The stacks with settings in this context."""
-    return {change.stack for change in _in_force()}
+    return {change.stack for change in _current_changes()}
 
 
-def changed(stack: nn.Module, *hooks: BlockHook, **settings: Any) -> _Change:
-    """Run `stack` with these fields of `Run` in a `with` block; `hooks` are appended."""
-    return _Change(stack, hooks, settings)
-
-
-def _in_force() -> tuple[_Change, ...]:
+def _current_changes() -> tuple[RunChange, ...]:
     """The changes in this context, without those that are over (they would keep models alive)."""
     return tuple([change for change in _CHANGES.get() if not change.over])
 

@@ -28,7 +28,7 @@ from layershuffle.core.checks.calls import (
     count_samples,
     refuse_cache,
     refuse_hidden_states,
-    stack_use_watched,
+    stack_use_check,
     watched_calls,
 )
 from layershuffle.core.checks.forwards_noted import note_forward, say_batch_norm, share_notes
@@ -36,7 +36,7 @@ from layershuffle.core.checks.requests import StackRequests
 from layershuffle.core.checks.rounds import refuse_rounds
 from layershuffle.core.checks.sharing import sample_axes
 from layershuffle.core.discovery import find_blocks
-from layershuffle.core.entries import Axes, Shared, along, grouped
+from layershuffle.core.entries import Axes, Shared, order_entries, sample_entries
 from layershuffle.core.hooks import BlockHook, Tap
 from layershuffle.core.orders import (
     ExecutionOrder,
@@ -48,7 +48,7 @@ from layershuffle.core.orders import (
 from layershuffle.core.runs import (
     PLAIN,
     Run,
-    changed,
+    RunChange,
     holders,
     in_backward,
     run_of,
@@ -103,14 +103,14 @@ class BlockStack(nn.ModuleList):
         # `is` is faster than `==`, and this check runs before every forward; most have no order.
         if run is PLAIN:
             return self.blocks
-        if not begins and run.asked is not None and run.asked.entries:
-            return run.asked.entries
+        if not begins and run.requests is not None and run.requests.entries:
+            return run.requests.entries
         if run.entries is not None:
             entries = run.entries(run)
         else:
-            entries = along(self.blocks, ExecutionOrder.sequential(self.depth), run=run)
-        if run.asked is not None:
-            run.asked.entries = entries
+            entries = order_entries(self.blocks, ExecutionOrder.sequential(self.depth), run=run)
+        if run.requests is not None:
+            run.requests.entries = entries
         return entries
 
     def _part(self, index: slice) -> BlockStack:
@@ -142,9 +142,9 @@ class BlockStack(nn.ModuleList):
     def __iter__(self) -> Iterator[Any]:
         run = self._run()
         entries = self._entries(run)
-        if run.asked is None or torch.compiler.is_compiling():
+        if run.requests is None or torch.compiler.is_compiling():
             return iter(entries)
-        return run.asked.counted(entries)
+        return run.requests.counted(entries)
 
     def __len__(self) -> int:
         return len(self._entries(run_of(self), begins=False))
@@ -160,8 +160,8 @@ class BlockStack(nn.ModuleList):
             # longer.
             if index == slice(None, self.depth):
                 index = slice(None)
-            if run.asked is not None:
-                run.asked.note_slice(index, len(entries))
+            if run.requests is not None:
+                run.requests.note_slice(index, len(entries))
             return _Part(entries[index])
         entries = self._entries(run, begins=index == 0)
         if run is not PLAIN:
@@ -172,8 +172,8 @@ class BlockStack(nn.ModuleList):
                     hint="iterate over the stack (for block in self.blocks) in its forward, or up "
                     "to len(self.blocks)",
                 )
-            if run.asked is not None:
-                run.asked.note_index(index, len(entries))
+            if run.requests is not None:
+                run.requests.note_index(index, len(entries))
         return entries[index]
 
 
@@ -279,30 +279,36 @@ def running(
     """
     stack = stack_of(model)
     orders = orders_of(order, stack.depth)
-    asked = StackRequests(stack.depth)
+    requests = StackRequests(stack.depth)
     ends = stack.fixed if fixed is None else checked_fixed(fixed)
     check_ends([orders] if isinstance(orders, ExecutionOrder) else orders, ends)
     if isinstance(orders, ExecutionOrder) and exit_after is None:
-        change = in_order(stack, orders, asked=asked)
-        watching = watched_calls(model, stack, blocks=stack.blocks, order=orders, asked=asked)
+        change = in_order(stack, orders, requests=requests)
+        watching = watched_calls(model, stack, blocks=stack.blocks, order=orders, requests=requests)
     else:
         samples = _Samples(stack, orders, exit_after=exit_after, last=ends[1], logits=logits)
-        change = changed(stack, entries=samples.entries, order=(orders, exit_after), asked=asked)
+        change = RunChange(
+            stack, entries=samples.entries, order=(orders, exit_after), requests=requests
+        )
         watching = samples.watching(model)
-    with change, watching, stack_use_watched(model):
+    with change, watching, stack_use_check(model):
         yield orders
-    asked.refuse_cut(model)
+    requests.refuse_cut(model)
 
 
 def in_order(
-    stack: BlockStack, order: ExecutionOrder, *, asked: StackRequests, shared: Shared | None = None
+    stack: BlockStack,
+    order: ExecutionOrder,
+    *,
+    requests: StackRequests,
+    shared: Shared | None = None,
 ) -> AbstractContextManager[None]:
     """Run `stack` along `order`; `shared`: outputs in common with other orders."""
 
     def entries(run: Run) -> Sequence[Callable[..., Any]]:
-        return along(stack.blocks, order, run=run, shared=shared)
+        return order_entries(stack.blocks, order, run=run, shared=shared)
 
-    return changed(stack, entries=entries, order=order, asked=asked)
+    return RunChange(stack, entries=entries, order=order, requests=requests)
 
 
 class _Samples:
@@ -346,7 +352,7 @@ class _Samples:
                 "blocks allow that cannot be tried in a compiled graph or in another method",
                 hint="call model(images), and compile its blocks instead of the whole model",
             )
-        return grouped(
+        return sample_entries(
             self._stack.blocks,
             self._orders,
             run=run,
@@ -444,7 +450,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
     """
     stack = stack_of(model)
     say_batch_norm(stack, "each batch counts twice in their running statistics")
-    with changed(stack, recompute=True):
+    with RunChange(stack, recompute=True):
         yield
 
 
@@ -452,8 +458,8 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 def with_hooks(model: nn.Module, *hooks: BlockHook) -> Iterator[None]:
     """Add `hooks` around every block inside the `with` block, after those already there."""
     stack = stack_of(model)
-    asked = run_of(stack).asked or StackRequests(stack.depth)
-    with changed(stack, *hooks, asked=asked), stack_use_watched(model):
+    requests = run_of(stack).requests or StackRequests(stack.depth)
+    with RunChange(stack, *hooks, requests=requests), stack_use_check(model):
         yield
 
 

@@ -65,21 +65,21 @@ def tensor_of(state: Any) -> Tensor:
     return state
 
 
-def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """`value` with `function` applied to every tensor in its tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
-        return {key: mapped(item, function) for key, item in value.items()}
+        return {key: map_tensors(item, function) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)([mapped(item, function) for item in value])
+        return type(value)([map_tensors(item, function) for item in value])
     return value
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dictionaries."""
     tensors: list[Tensor] = []
-    mapped(value, tensors.append)
+    map_tensors(value, tensors.append)
     return tensors
 
 

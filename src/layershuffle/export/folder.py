@@ -23,7 +23,7 @@ from layershuffle.core.orders import ExecutionOrder, check_ends, order_of
 from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.position import PositionedModel, backbone_of
 from layershuffle.core.stack import blocks_of, depth_of, fixed_of, running, stack_of
-from layershuffle.core.tensors import logits_of, mapped, tensors_of
+from layershuffle.core.tensors import logits_of, map_tensors, tensors_of
 from layershuffle.export.graphs import (
     OPSET,
     BlockForm,
@@ -207,7 +207,7 @@ def _constants(model: nn.Module, images: Tensor) -> tuple[tuple[Any, ...], dict[
         raise StackError(
             "The blocks get more than the state, and it depends on the images", hint=_SERVED
         )
-    args, kwargs = mapped(others, Tensor.clone)
+    args, kwargs = map_tensors(others, Tensor.clone)
     return args, kwargs
 
 

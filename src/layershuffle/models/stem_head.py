@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.entries import Entry, placed
+from layershuffle.core.entries import Entry, block_call
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import drawn_blocks
-from layershuffle.core.runs import changed, run_of
+from layershuffle.core.runs import RunChange, run_of
 from layershuffle.core.stack import running, stack_of, tap
 from layershuffle.core.tensors import state_of, tensor_of
 from layershuffle.ground.errors import StackError
@@ -72,7 +72,9 @@ def refuse_more_than_blocks(
     def one_by_one(state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         run = run_of(stack)
         for record in tapped.records:
-            call = placed(stack.blocks[record.block], Step(record.position, record.block), run=run)
+            call = block_call(
+                stack.blocks[record.block], Step(record.position, record.block), run=run
+            )
             out = call(state, *args, **kwargs)
             state = state_of(out)
             if out is not state or not torch.equal(state, record.tensor):
@@ -95,5 +97,5 @@ def in_place_of_blocks(
     """The output of `forward()` if a single entry takes the place of all blocks."""
     stack = stack_of(model)
     entry = Entry(stack.blocks[0], call)
-    with changed(stack, entries=lambda _: [entry], asked=None):
+    with RunChange(stack, entries=lambda _: [entry], requests=None):
         return forward()

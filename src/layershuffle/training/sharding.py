@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from layershuffle.core.losses import loss_along
+from layershuffle.core.losses import loss_of_orders
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.models import image_view
@@ -55,7 +55,7 @@ def idle_parameters(model: nn.Module) -> Sequence[str]:
     model.eval()
     labels = torch.zeros(2, dtype=torch.long, device=images.device)
     order = ExecutionOrder.sequential(depth_of(model))
-    loss, _ = loss_along(model, images, labels=labels, orders=[order])
+    loss, _ = loss_of_orders(model, images, labels=labels, orders=[order])
     loss.backward()  # type: ignore[no-untyped-call]
     idle: list[str] = []
     for name, weight in model.named_parameters():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from layershuffle.core.compiling import OFF
-from layershuffle.core.losses import loss_along
+from layershuffle.core.losses import loss_of_orders
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.torch_private import graph_limit_error
@@ -79,7 +79,7 @@ def try_forward(state: TrainState, images: int) -> None:
         with job.compiler.step(inputs.shape, range(job.depth)):
             for orders in warmup_orders(job):
                 forward = partial(
-                    loss_along,
+                    loss_of_orders,
                     model,
                     inputs,
                     labels=labels,

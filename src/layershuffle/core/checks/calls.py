@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layershuffle.core.checks.requests import StackRequests, never_asked
+from layershuffle.core.checks.requests import StackRequests, unused_stack
 from layershuffle.core.checks.rounds import refuse_rounds
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import changed_stacks, holders, run_of
@@ -30,16 +30,16 @@ def watched_calls(
     *,
     blocks: Sequence[nn.Module],
     order: ExecutionOrder,
-    asked: StackRequests,
+    requests: StackRequests,
 ) -> AbstractContextManager[None]:
     """Check every call of `model` along one order for the whole batch, where it needs a check.
 
-    `asked` is that of the forwards along this order. An order without older versions of the state
-    and without repeats needs no check.
+    `requests` are those of the forwards along this order. An order without older versions of the
+    state and without repeats needs no check.
     """
     if order.versions is None and not order.has_repeats:
         return nullcontext()
-    return _Calls(stack, blocks=blocks, order=order, asked=asked).watched(model)
+    return _Calls(stack, blocks=blocks, order=order, requests=requests).watched(model)
 
 
 class _Calls:
@@ -51,12 +51,12 @@ class _Calls:
         *,
         blocks: Sequence[nn.Module],
         order: ExecutionOrder,
-        asked: StackRequests,
+        requests: StackRequests,
     ) -> None:
         self._stack = stack
         self._blocks = blocks
         self._order = order
-        self._asked = asked
+        self._requests = requests
         self._depth = 0
 
     @contextmanager
@@ -82,7 +82,7 @@ class _Calls:
 
     def _ours(self) -> bool:
         # The hooks belong to the model, so other threads and trials call them, too.
-        return not torch.compiler.is_compiling() and run_of(self._stack).asked is self._asked
+        return not torch.compiler.is_compiling() and run_of(self._stack).requests is self._requests
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -154,15 +154,15 @@ def refuse_unused_stack(module: nn.Module, *_: object) -> None:
     if torch.compiler.is_compiling():
         return
     for stack in changed_stacks():
-        asked = run_of(stack).asked
-        if asked is not None and not asked.length:
+        requests = run_of(stack).requests
+        if requests is not None and not requests.length:
             around = holders(module, stack)
             # A compiled model uses its stack only while it is being compiled.
             if around and not any(map(is_compiled, around)):
-                raise never_asked(module)
+                raise unused_stack(module)
 
 
-def stack_use_watched(model: nn.Module) -> AbstractContextManager[Any]:
+def stack_use_check(model: nn.Module) -> AbstractContextManager[Any]:
     """Refuse calls of `model` that use no block of its stack."""
     # A hook would be compiled into the model.
     return nullcontext() if is_compiled(model) else model.register_forward_hook(refuse_unused_stack)

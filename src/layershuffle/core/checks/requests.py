@@ -66,7 +66,7 @@ class StackRequests:
         )
 
 
-def never_asked(module: nn.Module) -> StackError:
+def unused_stack(module: nn.Module) -> StackError:
     """The error for a call of `module` in which its stack was never used."""
     return StackError(
         f"{type(module).__name__} ran and never used its block stack, so the execution order and "

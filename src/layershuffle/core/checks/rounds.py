@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layershuffle.core.checks.requests import never_asked
+from layershuffle.core.checks.requests import unused_stack
 from layershuffle.core.checks.trials import (
     Trace,
     are_close,
@@ -24,11 +24,11 @@ from layershuffle.core.checks.trials import (
     kind_of_call,
     run_plain,
     samples_of,
-    traced,
-    tried,
+    trace_forward,
+    trial_conditions,
     verdict_on,
 )
-from layershuffle.core.entries import Call, Entry, along
+from layershuffle.core.entries import Call, Entry, order_entries
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import PLAIN
 from layershuffle.core.tensors import state_of, tensor_of
@@ -60,7 +60,7 @@ def refuse_rounds(
 
     def find_out() -> str | None:
         def run(entries: Sequence[Call]) -> Trace:
-            return traced(
+            return trace_forward(
                 stack,
                 entries,
                 forward=lambda: forward(samples_of(arguments, samples=samples, count=2)),
@@ -70,13 +70,13 @@ def refuse_rounds(
             module, stack, run=lambda: [run(entries) for entries in _three_forms(blocks)]
         )
         if isinstance(traces, Exception):
-            with tried(module, stack):
+            with trial_conditions(module, stack):
                 return cause_of(
                     traces, partial(run_plain, stack, blocks, forward=lambda: forward(arguments))
                 )
         first, swapped, slow = traces
         if not first.inputs:
-            raise never_asked(module)
+            raise unused_stack(module)
         return None if _are_alike(first, swapped) and _are_alike(first, slow) else _WHY
 
     kind = ("rounds", *kind_of_call(module, stack, arguments=arguments, samples=samples))
@@ -95,7 +95,7 @@ def _three_forms(blocks: Sequence[nn.Module]) -> list[Sequence[Call]]:
     rounds = [tuple(range(begin, min(begin + 2, depth))) for begin in range(0, depth, 2)]
     swapped = [several[::-1] for several in rounds]
     forms = [
-        along(blocks, ExecutionOrder.in_rounds(several, depth), run=PLAIN)
+        order_entries(blocks, ExecutionOrder.in_rounds(several, depth), run=PLAIN)
         for several in (rounds, swapped)
     ]
     slow: list[Call] = []

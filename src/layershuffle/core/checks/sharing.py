@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layershuffle.core.checks.requests import never_asked
+from layershuffle.core.checks.requests import unused_stack
 from layershuffle.core.checks.trials import (
     Trace,
     are_close,
@@ -27,11 +27,11 @@ from layershuffle.core.checks.trials import (
     kind_of_call,
     run_plain,
     samples_of,
-    traced,
-    tried,
+    trace_forward,
+    trial_conditions,
     verdict_on,
 )
-from layershuffle.core.entries import Axes, Call, Shared, along, grouped
+from layershuffle.core.entries import Axes, Call, Shared, order_entries, sample_entries
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import PLAIN
 from layershuffle.ground.errors import StackError
@@ -75,8 +75,8 @@ def beginnings(
     first = ExecutionOrder(ids, depth)
 
     def trace(order: ExecutionOrder, shared: Shared | None = None, *, batch: Tensor = few) -> Trace:
-        entries = along(blocks, order, run=PLAIN, shared=shared)
-        return traced(stack, entries, forward=lambda: forward(batch))
+        entries = order_entries(blocks, order, run=PLAIN, shared=shared)
+        return trace_forward(stack, entries, forward=lambda: forward(batch))
 
     def run_one() -> Trace:
         return trace(first, batch=few[:1])
@@ -109,12 +109,12 @@ def beginnings(
     def found_out() -> Beginnings:
         verdict = attempt(model, stack, run=find_out)
         if verdict is None:
-            raise never_asked(model)
+            raise unused_stack(model)
         if isinstance(verdict, Beginnings):
             return verdict
         # The backbone runs its blocks in parts, so that there is no whole output to share, or it
         # cannot run such orders or so few images. An error of the call itself is the caller's.
-        with tried(model, stack):
+        with trial_conditions(model, stack):
             cause_of(verdict, partial(run_plain, stack, blocks, forward=lambda: forward(images)))
         return Beginnings(shared=False, bytes_per_image=0)
 
@@ -163,7 +163,7 @@ def sample_axes(
     """
 
     def trace(entries: Sequence[Call], count: int) -> Trace:
-        return traced(
+        return trace_forward(
             stack,
             entries,
             forward=lambda: forward(samples_of(arguments, samples=samples, count=count)),
@@ -174,8 +174,8 @@ def sample_axes(
         ids = _steps(depth)
         first = ExecutionOrder(ids, depth)
         second = ExecutionOrder((*ids[1:], ids[0])[: len(ids) - uneven], depth)
-        small = trace(along(blocks, first, run=PLAIN), 2)
-        large = trace(along(blocks, first, run=PLAIN), 3)
+        small = trace(order_entries(blocks, first, run=PLAIN), 2)
+        large = trace(order_entries(blocks, first, run=PLAIN), 3)
         if not small.inputs:
             return None
         inputs = _axes(small.inputs, large.inputs)
@@ -185,7 +185,7 @@ def sample_axes(
         if states or state is None:
             return "the states at its blocks do not have their samples on one axis"
         axes = Axes(state, inputs, outputs)
-        other = trace(along(blocks, second, run=PLAIN), 2)
+        other = trace(order_entries(blocks, second, run=PLAIN), 2)
         both = _together(trace, blocks, [first, second], axes=axes)
         if both is None:
             return _WHY
@@ -200,10 +200,10 @@ def sample_axes(
         # A backbone may count its blocks, need a state of each, or pack its samples.
         verdict = attempt(module, stack, run=partial(find_out, uneven))
         if verdict is None:
-            raise never_asked(module)
+            raise unused_stack(module)
         if not isinstance(verdict, Exception):
             return verdict
-        with tried(module, stack):
+        with trial_conditions(module, stack):
             return cause_of(
                 verdict, partial(run_plain, stack, blocks, forward=lambda: forward(arguments))
             )
@@ -246,7 +246,7 @@ def _together(
     last: int = 0,
 ) -> Trace | None:
     """Two samples along `orders` in one batch; `None` if their states do not fit together."""
-    entries = grouped(blocks, orders, run=PLAIN, axes=axes, exit_after=exit_after, last=last)
+    entries = sample_entries(blocks, orders, run=PLAIN, axes=axes, exit_after=exit_after, last=last)
     try:
         return trace(entries, 2)
     except torch.OutOfMemoryError:

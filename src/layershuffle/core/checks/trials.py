@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from layershuffle.core.checks.untouched import nothing_noted
-from layershuffle.core.entries import Call, Entry, along
+from layershuffle.core.entries import Call, Entry, order_entries
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.runs import PLAIN, changed, holders, in_eval
-from layershuffle.core.tensors import mapped, tensors_of
+from layershuffle.core.runs import PLAIN, RunChange, holders, in_eval
+from layershuffle.core.tensors import map_tensors, tensors_of
 from layershuffle.core.torch_private import is_compiled
 from layershuffle.ground.errors import StackError
 
@@ -116,12 +116,17 @@ def kind_of_call(
     return (*modes, cast, kinds(arguments))
 
 
-def traced(stack: nn.Module, entries: Sequence[Call], *, forward: Callable[[], Any]) -> Trace:
+def trace_forward(
+    stack: nn.Module, entries: Sequence[Call], *, forward: Callable[[], Any]
+) -> Trace:
     """What passes through `entries` in one forward. It begins with the same random numbers."""
     trace = Trace()
     watched = [trace.watched(entry) for entry in entries]
     devices = {p.device for p in stack.parameters() if p.is_cuda}
-    with torch.random.fork_rng(devices), changed(stack, entries=lambda _: watched, asked=None):
+    with (
+        torch.random.fork_rng(devices),
+        RunChange(stack, entries=lambda _: watched, requests=None),
+    ):
         trace.answer = [tensor.detach() for tensor in tensors_of(forward())]
     return trace
 
@@ -131,11 +136,11 @@ def run_plain(
 ) -> Trace:
     """One forward along the sequential order."""
     order = ExecutionOrder.sequential(len(blocks))
-    return traced(stack, along(blocks, order, run=PLAIN), forward=forward)
+    return trace_forward(stack, order_entries(blocks, order, run=PLAIN), forward=forward)
 
 
 @contextmanager
-def tried(model: nn.Module, stack: nn.Module) -> Iterator[None]:
+def trial_conditions(model: nn.Module, stack: nn.Module) -> Iterator[None]:
     """Run `model` without gradients, dropout or compiling, and put back what it notes.
 
     The modules around the stack keep their modes, because their code is what is tried.
@@ -160,7 +165,7 @@ def tried(model: nn.Module, stack: nn.Module) -> Iterator[None]:
 def attempt(model: nn.Module, stack: nn.Module, *, run: Callable[[], T]) -> T | Exception:
     """What `run` returns as a trial of `model`, or the error in which it ended."""
     try:
-        with tried(model, stack):
+        with trial_conditions(model, stack):
             return run()
     except torch.OutOfMemoryError:
         raise
@@ -178,7 +183,7 @@ def samples_of(arguments: Any, *, samples: int, count: int) -> Any:
             return leaf
         return leaf.index_select(0, rows.to(leaf.device))
 
-    return mapped(arguments, few)
+    return map_tensors(arguments, few)
 
 
 def are_equal(value: Tensor, other: Tensor) -> bool:
