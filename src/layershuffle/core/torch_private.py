@@ -40,6 +40,12 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The model inside the wrapper that `torch.compile(model)` makes; any other module itself."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
 def undo_compile(module: nn.Module) -> None:
     """Undo `module.compile()`, which has no counterpart."""
     vars(module).pop("_compiled_call_impl", None)

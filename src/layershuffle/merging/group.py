@@ -162,10 +162,13 @@ def end_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]
             end = head
         if module in inside:
             continue
-        own = {**module._parameters, **module._buffers}
-        for name, tensor in own.items():
-            if tensor is not None:
-                end[f"{path}.{name}"] = tensor
+        # With those that come a second time, as of an embedding that is tied to a head.
+        own = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, tensor in own:
+            end[f"{path}.{name}"] = tensor
     if isinstance(model, PositionedModel) and model.encoding is not None:
         stem[_TABLE] = model.encoding.table
     return stem, head

@@ -30,6 +30,7 @@ from layershuffle.core.discovery import find_blocks
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import BlockStack, depth_of, stack_of, wrap
+from layershuffle.core.torch_private import parts_by_name, uncompiled
 from layershuffle.core.tying import places_tied, tie
 from layershuffle.ground.bundled import asset, recipe_of_model
 from layershuffle.ground.errors import ModelFileError, StackError, UsageError
@@ -213,7 +214,7 @@ def _write(
     repo: str | None = None,
 ) -> None:
     check_finite(model)
-    model = getattr(model, "_orig_mod", model)  # without the wrapper of torch.compile
+    model = uncompiled(model)
     backbone = backbone_of(model)
     names = class_names_of(model)
     origin = origin_of(backbone)
@@ -232,7 +233,7 @@ def _write(
         library=library.NAME,
         name=library.write(backbone, stage, view=view, names=names, model_args=model_args or {}),
         num_classes=library.num_classes(backbone),
-        depth=len(container._modules),
+        depth=len(parts_by_name(container)),
         blocks=path,
         tied=None if tied is None else list(tied),
         fixed=container.fixed if isinstance(container, BlockStack) else (0, 0),
@@ -264,19 +265,28 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
         )
     if len(set(order)) < len(order):
         raise UsageError(f"The blocks {order} hold a block twice", hint="name each block once")
-    before = dict(stack._modules)
+    before = dict(parts_by_name(stack))
     # The names count from 0 again, as the library names the blocks of a shorter model.
     names = list(before)[: len(order)]
+    kept = [stack.blocks[block] for block in order]
+    _replace_parts(stack, dict(zip(names, kept, strict=True)))
     try:
-        stack._modules = dict(zip(names, [stack.blocks[block] for block in order], strict=True))
         library_of(model).set_depth(model, len(order))
     except UsageError:
-        stack._modules = before
+        _replace_parts(stack, before)
         raise
     keeps = order.keeps_ends(stack.fixed) and sum(stack.fixed) < len(order)
     stack.fixed = stack.fixed if keeps else (0, 0)
     # Method and scores do not apply to the shorter model.
     return remember(model, replace(origin_of(model), record={}))
+
+
+def _replace_parts(container: nn.Module, parts: Mapping[str, nn.Module | None]) -> None:
+    """Let `container` hold `parts` under their names, in this order, and nothing else."""
+    for name in list(parts_by_name(container)):
+        delattr(container, name)
+    for name, part in parts.items():
+        container.add_module(name, part)
 
 
 def image_view(model: nn.Module) -> ImageView:

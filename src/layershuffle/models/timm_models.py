@@ -343,6 +343,7 @@ def _architecture(backbone: Backbone) -> str:
 
 def _known_args(backbone: Backbone) -> dict[str, Any]:
     """Arguments recorded by timm (1.0.31 or later) or by `build`, else those of its attributes."""
+    # The public `timm.models.get_model_args` leaves out the rates of dropout, which `save` keeps.
     args = {**getattr(backbone, "_model_args", {}), **origin_of(backbone).model_args}
     if not args:
         args = {"in_chans": _channels(backbone), "img_size": image_size(backbone)}
