@@ -2,11 +2,14 @@
 
     python scripts/walks.py fit eval gateway
 
-`fit`: the images of one step, from their files to the gradients. `eval`: one order, from the
-command to its row. `gateway`: a request from the socket to the answer, with its visits at a host
-that runs in this process. A file is listed where the first of its functions is called. What is
-imported on the way does not count. What a gateway does whether or not there is a request, by its
-timers and for every connection, is listed apart.
+`fit`: the images of one step, from their files to the gradients. `eval`: one order and its batch,
+from the command to the row. `gateway`: a request from the socket to the answer, with its visits at
+a host that runs in this process. A file is listed where the first of its functions is called. What
+is imported on the way does not count.
+
+What else runs meanwhile is listed apart, as far as its files are not in the walk: in `eval` what
+reads the command and opens model and data, once for all orders; in a gateway what it does whether
+or not there is a request, by its timers and for every connection.
 """
 
 from __future__ import annotations
@@ -25,19 +28,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
+from unittest.mock import patch
 
 import numpy as np
 from PIL import Image
 
 import layershuffle as ls
 import layershuffle_host
-from layershuffle.cli import main
+from layershuffle.cli import main, parse
 from layershuffle.ground.bundled import asset
+from layershuffle.models import load
+from layershuffle.scoring import evaluate_spec
 from layershuffle_host.host import Host
 
 PACKAGES = [Path(*package.__path__) for package in (ls, layershuffle_host)]
 MODEL = "timm:vit_tiny_patch16_224?pretrained=false&img_size=32&embed_dim=32&depth=4&num_heads=2"
 _PATIENCE = 120.0  # seconds until a swarm is up
+# What `eval` does once, however many orders it scores.
+_ONCE = {
+    parse.__code__: "reading the command, once for all orders",
+    load.__code__: "opening the model, once for all orders",
+    evaluate_spec.open_scored.__code__: "opening the data, once for all orders",
+}
 # Where the event loop enters a gateway without a request: the looks at connections, hosts and
 # files, the audits of hosts, and what is done once for a connection.
 _MEANWHILE = {
@@ -58,13 +70,14 @@ _MEANWHILE = {
 class EnteredFiles:
     """A profile function that notes which files of ours are entered while `on`, in all threads.
 
-    `files`: those of the walk; `meanwhile`: those that only `_MEANWHILE` entered.
+    `part_of` names the part of the work that a call belongs to, if it is no part of the walk.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, part_of: Callable[[FrameType], str | None] = lambda _: None) -> None:
         self.files: list[str] = []
-        self.meanwhile: list[str] = []
         self.on = False
+        self._part_of = part_of
+        self._parts: dict[str, list[str]] = {}
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Note the file of a function that is called."""
@@ -73,12 +86,17 @@ class EnteredFiles:
         name = our_file(frame)
         if name is None or name in self.files:
             return
-        if not is_meanwhile(frame):
-            self.files.append(name)
-            if name in self.meanwhile:
-                self.meanwhile.remove(name)
-        elif name not in self.meanwhile:
-            self.meanwhile.append(name)
+        part = self._part_of(frame)
+        noted = self.files if part is None else self._parts.setdefault(part, [])
+        if name not in noted:
+            noted.append(name)
+
+    def apart(self) -> dict[str, list[str]]:
+        """By part of the work, the files that it enters and the walk does not."""
+        others: dict[str, list[str]] = {}
+        for part, files in self._parts.items():
+            others[part] = [file for file in files if file not in self.files]
+        return others
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -101,8 +119,19 @@ def our_file(frame: FrameType) -> str | None:
     return None
 
 
-def is_meanwhile(frame: FrameType) -> bool:
-    """Whether the first of our functions on the stack below `frame` is one of `_MEANWHILE`."""
+def part_once(frame: FrameType) -> str | None:
+    """What runs once for all orders and has called `frame`, if anything."""
+    part: str | None = None
+    caller: FrameType | None = frame
+    while caller is not None:
+        part = _ONCE.get(caller.f_code, part)
+        caller = caller.f_back
+    return part
+
+
+def part_meanwhile(frame: FrameType) -> str | None:
+    """What a gateway does without a request, if the first of our functions on the stack below
+    `frame` is one of `_MEANWHILE`."""
     first = "", ""
     caller: FrameType | None = frame
     while caller is not None:
@@ -111,7 +140,7 @@ def is_meanwhile(frame: FrameType) -> bool:
         if name is not None and not name.startswith("layershuffle/cli/"):
             first = name.partition("/")[2], caller.f_code.co_name
         caller = caller.f_back
-    return first in _MEANWHILE
+    return "meanwhile, whether or not there is a request" if first in _MEANWHILE else None
 
 
 def pictures(folder: Path) -> Path:
@@ -150,8 +179,8 @@ def walk_of_fit(folder: Path, *, method: str = "anyorder") -> EnteredFiles:
 
 
 def walk_of_eval(folder: Path) -> EnteredFiles:
-    """The files that one order passes, from the command to its row."""
-    walk = EnteredFiles()
+    """The files that one order and its batch pass, from the command to the row."""
+    walk = EnteredFiles(part_once)
     data = f"folder:{pictures(folder / 'data')}"
     words = [
         "eval",
@@ -163,7 +192,9 @@ def walk_of_eval(folder: Path) -> EnteredFiles:
         "--device",
         "cpu",
     ]
-    with redirect_stdout(io.StringIO()):
+    # Images are read in this process, where they are seen, and not in processes of a loader.
+    here = patch.object(evaluate_spec, "loader_processes", return_value=0)
+    with redirect_stdout(io.StringIO()), here:
         main(words)  # imports what it needs
         with walk.watching():
             walk.on = True
@@ -173,7 +204,7 @@ def walk_of_eval(folder: Path) -> EnteredFiles:
 
 def walk_of_gateway(folder: Path) -> EnteredFiles:
     """The files that a request passes between the gateway's socket and the end of its answer."""
-    walk = EnteredFiles()
+    walk = EnteredFiles(part_meanwhile)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -233,7 +264,7 @@ def opened(url: str, body: bytes | None = None) -> str:
 
 WALKS: dict[str, tuple[str, Callable[[Path], EnteredFiles]]] = {
     "fit": ("the images of a step in fit, from their files to the gradients", walk_of_fit),
-    "eval": ("one order in eval, from the command to its row", walk_of_eval),
+    "eval": ("one order and its batch in eval, from the command to the row", walk_of_eval),
     "gateway": ("a request, from the gateway's socket to the answer", walk_of_gateway),
 }
 
@@ -243,10 +274,7 @@ if __name__ == "__main__":
         title, walk_of = WALKS[name]
         with tempfile.TemporaryDirectory() as place:
             walk = walk_of(Path(place))
-        print(f"{title}: {len(walk.files)} files")
-        for file in walk.files:
-            print(f"  {file}")
-        if walk.meanwhile:
-            print(f"meanwhile, whether or not there is a request: {len(walk.meanwhile)} files")
-            for file in walk.meanwhile:
+        for part, files in {title: walk.files, **walk.apart()}.items():
+            print(f"{part}: {len(files)} files")
+            for file in files:
                 print(f"  {file}")

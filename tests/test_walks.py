@@ -17,11 +17,18 @@ def test_the_walks_of_an_image_an_order_and_a_request(repository: Path) -> None:
             walks[-1].append(line.strip())
     counts = [int(line.split()[-2]) for line in run.stdout.splitlines() if line.endswith(" files")]
     assert counts == [len(files) for files in walks]
-    fit, evaluation, request, meanwhile = walks
+    fit, evaluation, command, model, data, request, meanwhile = walks
     assert fit[0] == "layershuffle/training/loop.py"
     assert "layershuffle/core/entries.py" in fit
     assert "layershuffle/core/draws.py" in fit
     assert evaluation[0] == "layershuffle/cli/__init__.py"
+    assert "layershuffle/images/pixels.py" in evaluation  # the images are part of the walk
+    # What is done once for all orders is counted apart.
+    assert "layershuffle/scoring/settings.py" in command
+    assert model[0] == "layershuffle/models/store.py"
+    assert "layershuffle/data/loading.py" in data
+    for once in (command, model, data):
+        assert not set(evaluation) & set(once)
     # The order is given and nothing is tried.
     assert "layershuffle/core/draws.py" not in evaluation
     assert "layershuffle_host/blocks.py" in request

@@ -19,7 +19,7 @@ import layershuffle as ls
 from common import DIGITS_VIT, FAMILIES, SIZE, images, redraw
 from layershuffle.data import DataOptions, ImageData, ImageView, Split, match_classes, open_data
 from layershuffle.data.class_names import numbered
-from layershuffle.data.contract import Item
+from layershuffle.data.splits import Item
 from layershuffle.data.transforms import PixelFinish
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.merging.scoring import score_ensemble

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import InterpolationMode
 
 from layershuffle.data import ImageView, Split
-from layershuffle.data.batches import DeviceBatches
-from layershuffle.data.contract import derived_seed, stratified_holdout
 from layershuffle.data.loading import parse_spec
+from layershuffle.data.splits import DeviceBatches, derived_seed, stratified_holdout
 from layershuffle.data.transforms import (
     Images,
     PixelFinish,
@@ -315,7 +314,7 @@ def test_constants_made_in_an_evaluation_do_in_training() -> None:
 def test_a_cached_split_is_read_once(
     keep: bool, most: int, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("layershuffle.data.batches.HOST_BYTES", most)
+    monkeypatch.setattr("layershuffle.data.splits.MEMORY_BYTES", most)
     dataset = Counted()
     device_batches = batches(dataset, keep=keep)
     for _ in range(3):

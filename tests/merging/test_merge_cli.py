@@ -20,7 +20,7 @@ from layershuffle.cli import main
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import Shuffled, policy_to_json
 from layershuffle.data import DataOptions, open_data
-from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.splits import DeviceBatches
 from layershuffle.ground.errors import DataError, SettingsError, UsageError
 from layershuffle.ground.rows import MergingRow, read_rows, write_rows
 from layershuffle.ground.stats import wilson_interval

@@ -21,7 +21,8 @@ import layershuffle as ls
 from common import CLASSES, FAMILIES, SIZE, assert_close, logits_of
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.ground.errors import ModelFileError, UsageError
-from layershuffle.images.view import ImageView, resized_as, resized_size, uncropped_size
+from layershuffle.images.pixels import resized_size, uncropped_size
+from layershuffle.images.view import ImageView, resized_as
 from layershuffle.models import class_names_of, image_view, set_class_names, set_image_view
 from refusals import refuses
 

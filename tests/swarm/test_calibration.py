@@ -22,7 +22,7 @@ from layershuffle.core.position import add_position
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import depth_of, running, stack_of
 from layershuffle.data import DataOptions, Split, open_data
-from layershuffle.data.contract import limited_test
+from layershuffle.data.splits import limited_test
 from layershuffle.gateway.brain.messages import VisitError
 from layershuffle.gateway.brain.rounds import (
     QUEUE,

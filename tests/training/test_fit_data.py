@@ -21,7 +21,7 @@ import layershuffle as ls
 from common import FAMILIES, redraw
 from layershuffle.core.position import backbone_of
 from layershuffle.data import DataOptions, open_data
-from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.splits import DeviceBatches
 from layershuffle.ground.errors import Interrupted, ModelFileError, UsageError
 from layershuffle.models import class_names_of, image_view, set_class_names
 from layershuffle.scoring.evaluate_spec import evaluate_spec

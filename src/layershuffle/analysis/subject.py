@@ -21,9 +21,8 @@ from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of, fixed_of, running, with_hooks
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
-from layershuffle.data.batches import DeviceBatches
-from layershuffle.data.contract import limited_test
 from layershuffle.data.loading import loader_processes
+from layershuffle.data.splits import DeviceBatches, limited_test
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.machine import Device, device_of
 from layershuffle.ground.text import Progress

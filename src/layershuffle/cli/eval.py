@@ -44,9 +44,8 @@ class EvalCommand(ComputingCommand, Reporting):
 
     def run(self) -> int:
         """Evaluate and print a table or JSON."""
-        defaults = EvalSettings()
         for name in ("modes", "num_orders", "seed", "draw") if self.order is not None else ():
-            if getattr(self.settings, name) != getattr(defaults, name):
+            if getattr(self.settings, name) != EvalSettings.model_fields[name].default:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"--order and {flag} exclude each other", hint="give one of them")
 

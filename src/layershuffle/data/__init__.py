@@ -4,8 +4,8 @@
 """
 
 from layershuffle.data.class_names import match_classes
-from layershuffle.data.contract import DataOptions, ImageData, Split
 from layershuffle.data.loading import open_data
+from layershuffle.data.splits import DataOptions, ImageData, Split
 from layershuffle.images.view import ImageView
 
 __all__ = [

@@ -14,7 +14,7 @@ from unicodedata import normalize
 
 from torch.utils.data import Dataset
 
-from layershuffle.data.contract import ImageData, Item
+from layershuffle.data.splits import ImageData, Item
 from layershuffle.ground.errors import DataError
 from layershuffle.ground.text import shortened
 

@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from layershuffle.data.contract import (
+from layershuffle.data.splits import (
     ImageData,
     Item,
     SourceRequest,

@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 
 from layershuffle.data.class_names import listed_difference
-from layershuffle.data.contract import ImageData, SourceRequest
+from layershuffle.data.splits import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
 from layershuffle.ground.errors import DataError
 from layershuffle.ground.files import user_path

@@ -21,7 +21,7 @@ from datasets.exceptions import DatasetsError
 from PIL import Image
 
 from layershuffle.data.class_names import listed_difference, numbered
-from layershuffle.data.contract import ImageData, SourceRequest
+from layershuffle.data.splits import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
 from layershuffle.ground.errors import DataError, UsageError, of_the_machine
 from layershuffle.ground.files import user_path

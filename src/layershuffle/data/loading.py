@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from layershuffle.data.contract import DataOptions, ImageData, SourceRequest
+from layershuffle.data.splits import DataOptions, ImageData, SourceRequest
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.extras import require
 from layershuffle.ground.machine import cores

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
-from layershuffle.data.contract import (
+from layershuffle.data.splits import (
     ImageData,
     SourceRequest,
     Split,
@@ -29,7 +29,8 @@ from layershuffle.data.transforms import (
 )
 from layershuffle.ground.errors import DataError
 from layershuffle.ground.text import shortened
-from layershuffle.images.view import ImageView, resized_size
+from layershuffle.images.pixels import resized_size
+from layershuffle.images.view import ImageView
 
 
 def assemble(

@@ -19,7 +19,7 @@ import torchvision.datasets
 from PIL import Image
 
 from layershuffle.data.class_names import numbered
-from layershuffle.data.contract import ImageData, SourceRequest
+from layershuffle.data.splits import ImageData, SourceRequest
 from layershuffle.data.tables import assemble
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.files import user_path

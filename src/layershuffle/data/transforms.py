@@ -24,10 +24,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from layershuffle.data.contract import Item, derived_seed
+from layershuffle.data.splits import Item, derived_seed
 from layershuffle.ground.errors import DataError
-from layershuffle.images.pixels import channels_first, view_pixels, view_rows
-from layershuffle.images.view import ImageView, resized_size
+from layershuffle.images.pixels import channels_first, resized_size, view_pixels, view_rows
+from layershuffle.images.view import ImageView
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -204,8 +204,9 @@ def fit_images(images: Tensor, view: ImageView) -> Tensor:
     They are resized bilinearly; nothing is cropped, so the aspect ratio may change.
     """
     images = images.float()
-    if tuple(images.shape[-2:]) != view.size:
-        images = F.interpolate(images, size=view.size, mode="bilinear", antialias=True).clamp(0, 1)
+    size = (view.height, view.width)
+    if images.shape[-2:] != size:
+        images = F.interpolate(images, size=size, mode="bilinear", antialias=True).clamp(0, 1)
     mean = _constants(view.mean, images.dtype, images.device).view(-1, 1, 1)
     std = _constants(view.std, images.dtype, images.device).view(-1, 1, 1)
     return (match_channels(images, view.channels) - mean) / std

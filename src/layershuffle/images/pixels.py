@@ -10,6 +10,7 @@ loaders of torchvision, timm and transformers. 16-bit values are scaled, not cli
 from __future__ import annotations
 
 import io
+import math
 import re
 import struct
 import warnings
@@ -26,7 +27,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.text import one_line
-from layershuffle.images.view import INTERPOLATIONS, MAX_PIXELS, ImageView, resized_size
+from layershuffle.images.view import INTERPOLATIONS, ImageView
 
 # What it warns of, `read_image` refuses.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -43,6 +44,7 @@ DECODE_ERRORS = (
     struct.error,
     zlib.error,
 )
+MAX_PIXELS = 89_478_485  # Pillow's own default threshold: 268 MB as RGB
 _PIECE = 1 << 20  # pixels of 16 bits that are scaled at a time
 # Pillow's bounds on what a PNG file carries beside its pixels, which no viewer shows.
 _LONG_TEXT = re.compile(r"MAX_TEXT_CHUNK|memory used in text chunks")
@@ -178,6 +180,41 @@ def pillow_mode(channels: int) -> str:
             hint="use a model with 1 or 3 input channels",
         )
     return modes[channels]
+
+
+def uncropped_size(view: ImageView) -> tuple[int, int]:
+    """(width, height) of which the crop keeps the share `crop_pct`."""
+    # 43 / (43 / 50) is slightly less than 50, but must not become 49.
+    across = math.floor(view.width / view.crop_pct + 1e-9)
+    down = math.floor(view.height / view.crop_pct + 1e-9)
+    return across, down
+
+
+def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
+    """(width, height) of an image of `size` before the crop, rounded as in timm.
+
+    "squash": the uncropped size; "crop": the smallest size that covers it. Raises DataError for a
+    long thin image, which the enlargement of its short side would make too large.
+    """
+    width, height = size
+    goal_width, goal_height = uncropped_size(view)
+    if view.resize == "squash":
+        return goal_width, goal_height
+    # For squares timm uses torchvision's Resize, which rounds the longer side down.
+    whole = int if goal_width == goal_height else round
+    if goal_width * height >= goal_height * width:  # the width is the tight side
+        across = goal_width
+        down = max(goal_height, whole(goal_width * height / width))
+    else:
+        across = max(goal_width, whole(goal_height * width / height))
+        down = goal_height
+    if across * down > MAX_PIXELS:
+        raise DataError(
+            f"The image has {width} x {height} pixels; with its short side at the model's size "
+            f"{across} x {down}, at most {MAX_PIXELS}",
+            hint="crop it",
+        )
+    return across, down
 
 
 def view_pixels(image: Image.Image, view: ImageView) -> NDArray[np.uint8]:

@@ -7,14 +7,12 @@ one validated value that is passed from the model to the data.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.errors import UsageError
 
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos", "hamming", "box")
-MAX_PIXELS = 89_478_485  # Pillow's own default threshold: 268 MB as RGB
 Resize = Literal["crop", "squash"]
 RESIZES = get_args(Resize)
 
@@ -83,38 +81,3 @@ def view_of_files(view: ImageView, data: str) -> ImageView:
     """
     generated = data.startswith("digit-pairs")
     return resized_as(view, "squash") if generated else view
-
-
-def uncropped_size(view: ImageView) -> tuple[int, int]:
-    """(width, height) of which the crop keeps the share `crop_pct`."""
-    # 43 / (43 / 50) is slightly less than 50, but must not become 49.
-    across = math.floor(view.width / view.crop_pct + 1e-9)
-    down = math.floor(view.height / view.crop_pct + 1e-9)
-    return across, down
-
-
-def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
-    """(width, height) of an image of `size` before the crop, rounded as in timm.
-
-    "squash": the uncropped size; "crop": the smallest size that covers it. Raises DataError for a
-    long thin image, which the enlargement of its short side would make too large.
-    """
-    width, height = size
-    goal_width, goal_height = uncropped_size(view)
-    if view.resize == "squash":
-        return goal_width, goal_height
-    # For squares timm uses torchvision's Resize, which rounds the longer side down.
-    whole = int if goal_width == goal_height else round
-    if goal_width * height >= goal_height * width:  # the width is the tight side
-        across = goal_width
-        down = max(goal_height, whole(goal_width * height / width))
-    else:
-        across = max(goal_width, whole(goal_height * width / height))
-        down = goal_height
-    if across * down > MAX_PIXELS:
-        raise DataError(
-            f"The image has {width} x {height} pixels; with its short side at the model's size "
-            f"{across} x {down}, at most {MAX_PIXELS}",
-            hint="crop it",
-        )
-    return across, down

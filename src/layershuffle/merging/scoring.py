@@ -20,7 +20,7 @@ from layershuffle.core.evaluation import Draw, Score, evaluate
 from layershuffle.core.policies import Mode, OrderMode
 from layershuffle.core.position import backbone_of
 from layershuffle.data import DataOptions, ImageData
-from layershuffle.data.batches import DeviceBatches
+from layershuffle.data.splits import DeviceBatches
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.machine import Device
 from layershuffle.ground.rows import MergingRow

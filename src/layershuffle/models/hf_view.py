@@ -18,7 +18,8 @@ from transformers import AutoImageProcessor, ViTImageProcessor
 
 from layershuffle.ground.errors import ModelFileError
 from layershuffle.ground.text import one_line
-from layershuffle.images.view import ImageView, Resize, uncropped_size
+from layershuffle.images.pixels import uncropped_size
+from layershuffle.images.view import ImageView, Resize
 from layershuffle.models.files import CONFIG, PROCESSORS, REFUSALS
 from layershuffle.models.origin import Backbone, per_channel, size_pair, sketched
 from layershuffle.models.timm_models import view_of_config

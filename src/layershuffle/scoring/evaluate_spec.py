@@ -17,9 +17,9 @@ from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of, fixed_of
 from layershuffle.data import DataOptions, ImageData, Split, match_classes, open_data
-from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.class_names import numbered
 from layershuffle.data.loading import loader_processes
+from layershuffle.data.splits import DeviceBatches
 from layershuffle.ground.errors import DataError
 from layershuffle.ground.machine import Device, choose_precision, device_of
 from layershuffle.ground.rows import ScoreRow

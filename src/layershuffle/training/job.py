@@ -15,8 +15,8 @@ from layershuffle.core.methods import Method
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import depth_of, stack_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
-from layershuffle.data.batches import DeviceBatches
 from layershuffle.data.loading import loader_processes
+from layershuffle.data.splits import DeviceBatches
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.extras import installed
 from layershuffle.ground.machine import choose_precision, device_of

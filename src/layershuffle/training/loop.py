@@ -79,6 +79,7 @@ def train(
     settings = job.settings
     model = state.model if state.ddp is None else state.ddp
     checkpoint_every = settings.checkpoint_every or job.eval_every
+    rank = job.order_rank
     # By the CPU's clock: asking the GPU would make every step wait for it. The CPU is enough,
     # because one that runs ahead of its GPU is held back where it launches work.
     sums = _Sums(state.device, step=state.step, seconds=state.step_seconds)
@@ -96,7 +97,7 @@ def train(
         for micro_batch, (pixels, labels) in enumerate(micro_batches):
             on_phase("forward", state.step)
             images = job.data.finish(pixels)
-            place = {"step": state.step, "micro_batch": micro_batch, "rank": job.order_rank}
+            place = {"step": state.step, "micro_batch": micro_batch, "rank": rank}
             orders = job.method.orders(job.depth, **place)
             with (
                 state.recomputing(),

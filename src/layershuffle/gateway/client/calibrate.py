@@ -27,8 +27,7 @@ from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of, wrap
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
-from layershuffle.data.batches import DeviceBatches
-from layershuffle.data.contract import limited_test
+from layershuffle.data.splits import DeviceBatches, limited_test
 from layershuffle.gateway.brain.rounds import Cell, late_last, overlapped
 from layershuffle.gateway.brain.sureness import (
     STOPS,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from layershuffle.data import DataOptions, open_data
 from layershuffle.gateway.client.judging import Labelled
-from layershuffle.images.view import uncropped_size
+from layershuffle.images.pixels import uncropped_size
 from layershuffle.models import file_view
 from layershuffle.scoring.evaluate_spec import matched
 

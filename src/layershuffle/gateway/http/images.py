@@ -20,8 +20,15 @@ from PIL import Image
 from layershuffle.gateway.http.admission import BODY_HINT
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import DataError
-from layershuffle.images.pixels import DECODE_ERRORS, normalised, to_mode, upright, view_pixels
-from layershuffle.images.view import ImageView, resized_size
+from layershuffle.images.pixels import (
+    DECODE_ERRORS,
+    normalised,
+    resized_size,
+    to_mode,
+    upright,
+    view_pixels,
+)
+from layershuffle.images.view import ImageView
 
 # Named, because Pillow would otherwise try every decoder that it has. AVIF is missing: its decoder
 # believes the compressed stream, not the size in the head that is checked here.
