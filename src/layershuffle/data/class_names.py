@@ -114,16 +114,19 @@ def _renumbered(data: ImageData, indices: Sequence[int]) -> ImageData:
 
 def _indices_in(names: ClassNames, classes: ClassNames) -> list[int] | None:
     """The index in `names` of every class, `None` unless each of them is there once."""
-    written = [_plain(name) for name in names]
+    written = list(map(_plain, names))
     often = Counter(written)
-    places = {name: index for index, name in enumerate(written) if often[name] == 1}
+    places = {}
+    for index, name in enumerate(written):
+        if often[name] == 1:
+            places[name] = index
     if _is_imagenet(names):
         from timm.data import ImageNetInfo  # timm takes seconds to import
 
         # A model may describe its classes, whose folders are n01440764 and the like.
         for index, folder in enumerate(ImageNetInfo("imagenet-1k").label_names()):
             places[folder] = index
-    plain = [_plain(name) for name in classes]
+    plain = list(map(_plain, classes))
     if len(set(plain)) < len(plain) or not places.keys() >= set(plain):
         return None
     return [places[name] for name in plain]
@@ -134,7 +137,7 @@ def _indices(classes: ClassNames, names: ClassNames) -> list[int] | None:
     # Checked first, because two classes of ImageNet have the name "crane".
     if tuple(classes) == tuple(names) or (_is_imagenet(classes) and _is_imagenet(names)):
         return list(range(len(names)))
-    places = {_plain(name): index for index, name in enumerate(names)}
+    places = dict(zip(map(_plain, names), range(len(names)), strict=True))
     plain = list(map(_plain, classes))
     if len(places) < len(names) or sorted(places) != sorted(plain):
         return None

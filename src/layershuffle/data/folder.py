@@ -197,16 +197,23 @@ def in_both(train: FolderTable, test: FolderTable) -> list[str]:
     name, too, are read: it would take as long as an epoch.
     """
     sizes = set(train.sizes) & set(test.sizes)
-    alike: list[list[str]] = []
-    for table in (train, test):
-        pairs = zip(table.files, table.sizes, strict=True)
-        alike.append([file for file, size in pairs if size in sizes])
-    if len(alike[0]) + len(alike[1]) > _MOST_COMPARED:
-        names = [{os.path.basename(file) for file in files} for files in alike]
-        common = names[0] & names[1]
-        alike = [[file for file in files if os.path.basename(file) in common] for files in alike]
-    seen = {_digest(file) for file in alike[0]}
-    return [file for file in alike[1] if _digest(file) in seen]
+    trained = _of_sizes(train, sizes)
+    tested = _of_sizes(test, sizes)
+    if len(trained) + len(tested) > _MOST_COMPARED:
+        names = set(map(os.path.basename, trained)) & set(map(os.path.basename, tested))
+        trained = [file for file in trained if os.path.basename(file) in names]
+        tested = [file for file in tested if os.path.basename(file) in names]
+    digests = set(map(_digest, trained))
+    return [file for file in tested if _digest(file) in digests]
+
+
+def _of_sizes(table: FolderTable, sizes: set[int]) -> list[str]:
+    """The files of a table whose number of bytes is one of `sizes`."""
+    files = []
+    for file, size in zip(table.files, table.sizes, strict=True):
+        if size in sizes:
+            files.append(file)
+    return files
 
 
 def _digest(file: str) -> bytes:
@@ -367,8 +374,9 @@ def group_numbers(root: Path, files: Sequence[str]) -> Tensor | None:
             hint="add a line for each; an independent image forms its own group",
         )
     groups = sorted(set(named.values()))
-    numbers = {group: number for number, group in enumerate(groups)}
-    return torch.tensor([[numbers[named[name]]] for name in names])
+    numbers = dict(zip(groups, range(len(groups)), strict=True))
+    column = [numbers[named[name]] for name in names]
+    return torch.tensor(column)[:, None]
 
 
 def _unlisted(error: OSError) -> DataError:

@@ -248,7 +248,7 @@ def _classes(
     """
     kind = data.features[label]
     if isinstance(kind, datasets.ClassLabel):
-        return tuple(kind.names), {number: number for number in range(len(kind.names))}
+        return tuple(kind.names), dict(enumerate(range(len(kind.names))))
     cells: list[Any] = []
     for cell in data[label][:]:
         if cell not in (None, -1):
@@ -256,10 +256,10 @@ def _classes(
     plain = cells and isinstance(kind, datasets.Value)
     if plain and "string" in kind.dtype:
         names = tuple(sorted(set(cells)))
-        return names, {name: number for number, name in enumerate(names)}
+        return names, dict(zip(names, range(len(names)), strict=True))
     if plain and "int" in kind.dtype and max(cells) >= 0:
-        names = numbered(max(cells) + 1)
-        return names, {number: number for number in range(len(names))}
+        count = max(cells) + 1
+        return numbered(count), dict(enumerate(range(count)))
     raise DataError(
         f"Column {label!r} holds no labels, one integer or text per image, but {kind}"
         if cells

@@ -118,7 +118,10 @@ def export_model(
             **_facts(model, spec, precision=precision),
             "state": {"shape": list(state.shape[1:]), "dtype": "float32"},
             **_write_blocks(
-                stage, [(n, blocks[n]) for n in hosted], state=state, precision=precision
+                stage,
+                list(enumerate(blocks))[hosted.start : hosted.stop],
+                state=state,
+                precision=precision,
             ),
         }
         if any(fixed):
@@ -151,8 +154,8 @@ def export_whole(spec: str, out: Path, *, order: str | None = None) -> dict[str,
             with running(model, chosen):
                 return logits_of(model(batch), model)
 
-        part, names = ModelPart(model, whole), ("images", "logits")
-        content = _write_graph(stage / "model.onnx", part, images, names)
+        part = ModelPart(model, whole)
+        content = _write_graph(stage / "model.onnx", part, images, ("images", "logits"))
         error = _error(OnnxGraph(content)(images), whole(images))
         _refuse_other_numbers("The model", error, most=_LOGITS_PARITY)
         facts = {**_facts(model, spec, precision="fp32"), "order": str(chosen)}
@@ -185,7 +188,8 @@ def _write_graph(path: Path, part: ModelPart, example: Tensor, names: tuple[str,
 
 def _noise(model: nn.Module) -> Tensor:
     """Images of about the mean and spread of normalised ones."""
-    view, generator = image_view(model), torch.Generator().manual_seed(_SEED)
+    view = image_view(model)
+    generator = torch.Generator().manual_seed(_SEED)
     return torch.randn(_CHECKED, view.channels, view.height, view.width, generator=generator)
 
 
@@ -202,11 +206,11 @@ def _constants(model: nn.Module, images: Tensor) -> tuple[tuple[Any, ...], dict[
         )
     # Tables of positions are constants. Masks have a row for each image, or other numbers.
     _, again = run_stem(model, images[:2].flip(-1) * 0.5, forward=model)
-    pairs = zip(tensors_of(others), tensors_of(again), strict=True)
-    if not all(here.shape == there.shape and torch.equal(here, there) for here, there in pairs):
-        raise StackError(
-            "The blocks get more than the state, and it depends on the images", hint=_SERVED
-        )
+    for here, there in zip(tensors_of(others), tensors_of(again), strict=True):
+        if here.shape != there.shape or not torch.equal(here, there):
+            raise StackError(
+                "The blocks get more than the state, and it depends on the images", hint=_SERVED
+            )
     args, kwargs = map_tensors(others, Tensor.clone)
     return args, kwargs
 
@@ -221,8 +225,10 @@ def _write_blocks(
 ) -> dict[str, Any]:
     """Write graphs and weights of `blocks`, pairs of the id in the model and the block, each
     compared with torch; returns their facts. `state` enters the first of them."""
-    forms, graphs, facts = list[BlockForm](), dict[bytes, str](), list[dict[str, Any]]()
-    speed = dict[str, Any]()
+    forms: list[BlockForm] = []
+    graphs: dict[bytes, str] = {}
+    facts: list[dict[str, Any]] = []
+    speed: dict[str, Any] = {}
     for block, alone in blocks:
         module = alone.model
         wanted = alone(state)
@@ -263,7 +269,8 @@ def _block_error(files: tuple[bytes, bytes], state: Tensor, wanted: Tensor) -> f
 
 def _milliseconds(files: tuple[bytes, bytes], state: Tensor) -> float:
     """Milliseconds of a block for one image on one thread of this machine."""
-    run, times = OnnxGraph(*files, threads=1), []
+    run = OnnxGraph(*files, threads=1)
+    times = []
     for _ in range(_TIMED_RUNS):
         begin = time.perf_counter()
         run(state[:1])
@@ -291,7 +298,9 @@ def _compared(
     model: nn.Module, stage: Path, images: Tensor, *, precision: BlockPrecision
 ) -> dict[str, float]:
     """The error of the logits through the files, in order and in reverse between the ends."""
-    exported, depth, fixed = load(f"dir:{stage}"), depth_of(model), fixed_of(model)
+    exported = load(f"dir:{stage}")
+    depth = depth_of(model)
+    fixed = fixed_of(model)
     drawn = drawn_blocks(depth, fixed)
     errors = {}
     for name, blocks in (("in_order", tuple(drawn)), ("reversed", tuple(reversed(drawn)))):
@@ -333,7 +342,8 @@ def _accuracy(
 def _facts(model: nn.Module, spec: str, *, precision: BlockPrecision) -> dict[str, Any]:
     """What the manifest says of the model itself."""
     record = origin_of(model).record
-    settings, provenance = record.get("settings") or {}, record.get("provenance") or {}
+    settings = record.get("settings") or {}
+    provenance = record.get("provenance") or {}
     trained = {"method": record.get("method"), "data": settings.get("data")}
     # Blocks of one family may stand in for each other: refined from one base, on the same data.
     base = provenance.get("base_sha256") or weights_digest(stack_of(model))
@@ -351,7 +361,11 @@ def _facts(model: nn.Module, spec: str, *, precision: BlockPrecision) -> dict[st
         "trained": trained,
         "weights": weights_digest(model),
         "family": hashlib.sha256(json.dumps(family).encode()).hexdigest(),
-        "versions": {**versions(), **{name: version(name) for name in ("onnx", "onnxruntime")}},
+        "versions": {
+            **versions(),
+            "onnx": version("onnx"),
+            "onnxruntime": version("onnxruntime"),
+        },
     }
 
 

@@ -51,7 +51,8 @@ class ModelPart(nn.Module):
 
     def __init__(self, model: nn.Module, call: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.model, self._call = model, call
+        self.model = model
+        self._call = call
 
     def forward(self, values: Tensor) -> Tensor:
         """What `call` makes of `values`."""
@@ -112,16 +113,18 @@ def _traced(module: nn.Module, example: Tensor, names: tuple[str, str]) -> Model
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what the libraries log and warn of, for each graph again."""
-    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "root")]
-    before = [log.level for log in logs]
+    levels: dict[logging.Logger, int] = {}
+    for name in ("torch.onnx", "onnxscript", "onnx_ir", "root"):
+        log = logging.getLogger(name)
+        levels[log] = log.level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for log in logs:
+        for log in levels:
             log.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            for log, level in zip(logs, before, strict=True):
+            for log, level in levels.items():
                 log.setLevel(level)
 
 
@@ -161,25 +164,36 @@ def form_of(module: ModelPart, example: Tensor) -> BlockForm:
     """The form of a block and of all that compute as it does. Raises as `graph_of`."""
     graph = _traced(module, example, ("state", "out"))
     prefix = "model."
-    weights = {f"{prefix}{name}" for name in module.model.state_dict()}
+    state = module.model.state_dict()
+    sources: dict[str, tuple[str, bool]] = {}
     # As inputs, no rule of the optimiser sees their numbers (zero biases would become one tensor).
-    stored = [tensor for tensor in graph.graph.initializer if tensor.name in weights]
-    for tensor in stored:
+    for tensor in list(graph.graph.initializer):
+        path = tensor.name.removeprefix(prefix)
+        if path == tensor.name or path not in state:
+            continue
+        sources[tensor.name] = (path, False)
         graph.graph.initializer.remove(tensor)
         entry = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         graph.graph.input.append(entry)
     graph = _simplified(graph)
-    for tensor in stored:
-        for entry in [entry for entry in graph.graph.input if entry.name == tensor.name]:
+    for entry in list(graph.graph.input):
+        if entry.name in sources:
             graph.graph.input.remove(entry)
-    sources = {t.name: (t.name.removeprefix(prefix), False) for t in stored}
     _transpose_ahead(graph, sources)
-    names = {name: f"{s}.T" if flipped else s for name, (s, flipped) in sources.items()}
-    used = set()
+    names: dict[str, str] = {}
+    for name, (path, transposed) in sources.items():
+        names[name] = f"{path}.T" if transposed else path
+    used: set[str] = set()
     for node in graph.graph.node:
-        used |= set(node.input)
-        node.input[:] = [names.get(name, name) for name in node.input]
-    return BlockForm(graph, {names[n]: source for n, source in sources.items() if n in used})
+        for place, name in enumerate(node.input):
+            if name in names:
+                used.add(name)
+                node.input[place] = names[name]
+    own: dict[str, tuple[str, bool]] = {}
+    for name, source in sources.items():
+        if name in used:
+            own[names[name]] = source
+    return BlockForm(graph, own)
 
 
 def _transpose_ahead(graph: ModelProto, sources: dict[str, tuple[str, bool]]) -> None:
@@ -187,7 +201,7 @@ def _transpose_ahead(graph: ModelProto, sources: dict[str, tuple[str, bool]]) ->
     for node in list(graph.graph.node):
         if node.op_type != "Transpose" or node.input[0] not in sources:
             continue
-        if [list(attribute.ints) for attribute in node.attribute] == [[1, 0]]:
+        if len(node.attribute) == 1 and list(node.attribute[0].ints) == [1, 0]:
             source, transposed = sources[node.input[0]]
             sources[node.output[0]] = source, not transposed
             graph.graph.node.remove(node)
@@ -223,7 +237,8 @@ def _quantised(
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     constants = {tensor.name for tensor in graph.graph.initializer}
-    graph.graph.initializer.extend(numpy_helper.from_array(a, name) for name, a in weights.items())
+    for name, array in weights.items():
+        graph.graph.initializer.append(numpy_helper.from_array(array, name))
     with tempfile.TemporaryDirectory() as place, _quiet():
         path = Path(place) / "block.onnx"
         quantize_dynamic(
@@ -236,10 +251,12 @@ def _quantised(
             weight_type=QuantType.QInt8,
         )
         graph = onnx.load(path)
-    moved = [tensor for tensor in graph.graph.initializer if tensor.name not in constants]
-    for tensor in moved:
-        graph.graph.initializer.remove(tensor)
-    return graph, {tensor.name: numpy_helper.to_array(tensor) for tensor in moved}
+    moved = dict[str, NDArray[Any]]()
+    for tensor in list(graph.graph.initializer):
+        if tensor.name not in constants:
+            moved[tensor.name] = numpy_helper.to_array(tensor)
+            graph.graph.initializer.remove(tensor)
+    return graph, moved
 
 
 def _refer(graph: ModelProto, weights: Mapping[str, NDArray[Any]], content: bytes) -> None:

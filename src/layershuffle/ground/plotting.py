@@ -77,8 +77,11 @@ def style_axes(axes: Axes, title: str = "") -> None:
 def legend_below(figure: Figure | SubFigure, entries: Sequence[tuple[Any, str]]) -> None:
     """A legend of (handle, name) under the panels, in as many columns as the width has room for."""
     canvas: Any = figure.figure.canvas  # of `new_figure`: it has a renderer
-    handles = [handle for handle, _ in entries]
-    names = ["\n".join(textwrap.wrap(name, _LEGEND_LETTERS)) for _, name in entries]
+    handles = []
+    names = []
+    for handle, name in entries:
+        handles.append(handle)
+        names.append("\n".join(textwrap.wrap(name, _LEGEND_LETTERS)))
     for columns in range(min(_LEGEND_COLUMNS, len(names)), 0, -1):
         legend = figure.legend(
             handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9

@@ -153,7 +153,8 @@ def pooled_deviation(groups: Sequence[Sequence[float]]) -> float | None:
     squares = []
     for group in groups:
         centre = mean(group)
-        squares += [(value - centre) ** 2 for value in group]
+        for value in group:
+            squares.append((value - centre) ** 2)
     return math.sqrt(math.fsum(squares) / freedom)
 
 

@@ -105,8 +105,12 @@ def _check_agree(
 
 def shared_record(donors: Sequence[nn.Module]) -> dict[str, Any]:
     """The entries of the donors' records (method, policy, base, data) that all of them share."""
-    records = [origin_of(backbone_of(donor)).record for donor in donors]
-    provenances = [record.get("provenance") or {} for record in records]
+    records: list[Mapping[str, Any]] = []
+    provenances: list[Mapping[str, Any]] = []
+    for donor in donors:
+        record = origin_of(backbone_of(donor)).record
+        records.append(record)
+        provenances.append(record.get("provenance") or {})
 
     def shared(mappings: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
         entries: dict[str, Any] = {}
