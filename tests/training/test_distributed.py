@@ -22,7 +22,6 @@ import layershuffle as ls
 from common import FAMILIES
 from forked import SERVER
 from layershuffle.core.compiling import BlockCompiler
-from layershuffle.core.methods import Method
 from layershuffle.data import DataOptions, open_data
 from layershuffle.ground.errors import Interrupted, SettingsError, TrainingError, UsageError
 from layershuffle.ground.settings import digest
@@ -72,22 +71,17 @@ def run(models, **changes):
 class SeenForwards(list):
     """The labels of every forward in a training step of this process, and what wraps the model."""
 
-    phase = ""
-
     def __init__(self):
         super().__init__()
-        Method.loss_and_logits = self.recorded(Method.loss_and_logits)
+        module = sys.modules["layershuffle.training.loop"]
+        module.loss_of_orders = self.recorded(module.loss_of_orders)
 
-    def on_phase(self, phase, step):
-        self.phase = phase
-
-    def recorded(self, loss_and_logits):
-        def record(method, model, images, labels, **place):
-            if self.phase == "forward":  # and not while blocks are compiled before the first step
-                unused = getattr(model, "find_unused_parameters", None)
-                kind = [type(model).__name__, unused, type(next(model.parameters())).__name__]
-                self.append([kind, sorted(labels.tolist())])
-            return loss_and_logits(method, model, images, labels, **place)
+    def recorded(self, loss_of_orders):
+        def record(model, images, *, labels, **others):
+            unused = getattr(model, "find_unused_parameters", None)
+            kind = [type(model).__name__, unused, type(next(model.parameters())).__name__]
+            self.append([kind, sorted(labels.tolist())])
+            return loss_of_orders(model, images, labels=labels, **others)
 
         return record
 
@@ -117,9 +111,7 @@ def work(rank, port, models, out, results):
         torch.distributed.all_gather_object(pids, os.getpid())
         for name, arm in {**ARMS, "own": OWN}.items():
             steps.clear()
-            facts[f"compiled {name}"] = fit(
-                run(models, **arm), out / name, on_phase=steps.on_phase
-            ).compile
+            facts[f"compiled {name}"] = fit(run(models, **arm), out / name).compile
             facts[f"labels {name}"] = [labels for _, labels in steps]
             facts[f"kind {name}"] = steps[0][0]
         # Stopped by a signal to the second process, and taken up.
@@ -128,13 +120,13 @@ def work(rank, port, models, out, results):
             steps.clear()
             try:
                 listen = stopping_at(step - 1, pids[1])
-                fit(again, stopped, on_event=listen, on_phase=steps.on_phase)
+                fit(again, stopped, on_event=listen)
             except Interrupted as error:
                 facts[f"stopped {name}"] = str(error)
             if ranks.first:
                 shutil.copytree(stopped, out / f"for one {name}")
             ranks.wait()
-            fit(again, stopped, on_phase=steps.on_phase)
+            fit(again, stopped)
             facts[f"labels stopped {name}"] = [labels for _, labels in steps]
         # Different seeds would draw different orders.
         for name in ("ddp", "fsdp"):

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from layershuffle.core.checks.blocks import (
-    Replays,
     changed_shape,
     missing_exit,
     missing_state,
@@ -31,7 +30,7 @@ from layershuffle.core.checks.blocks import (
 )
 from layershuffle.core.hooks import Step
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.runs import Run, in_backward
+from layershuffle.core.runs import Replays, Run, in_backward
 from layershuffle.core.tensors import map_tensors, state_of, tensor_of, to_device
 
 Call = Callable[..., Any]

@@ -14,11 +14,11 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from layershuffle.core.checks.calls import watched_calls
-from layershuffle.core.checks.requests import StackRequests
 from layershuffle.core.checks.sharing import Beginnings, beginnings
 from layershuffle.core.checks.trials import forget
 from layershuffle.core.entries import Shared
 from layershuffle.core.orders import ExecutionOrder, check_ends, checked_fixed, order_of
+from layershuffle.core.runs import StackRequests
 from layershuffle.core.stack import in_order, running, stack_of
 from layershuffle.core.tensors import logits_of
 from layershuffle.ground.errors import UsageError

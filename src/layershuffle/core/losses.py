@@ -69,13 +69,15 @@ def loss_of_orders(
     own, divergence = criterion if isinstance(criterion, tuple) else (criterion, None)
 
     def checked(answers: Tensor, targets: Tensor) -> Tensor:
-        refuse_loss(
-            stack,
-            answers,
-            labels=targets,
-            own_criterion=own is not None,
-            softmax=exit_after is not None and self_distillation > 0 and divergence is None,
-        )
+        # A row of classes and the number of one of them leave nothing to ask.
+        if answers.dim() != 2 or not isinstance(targets, Tensor) or targets.dim() != 1:
+            refuse_loss(
+                stack,
+                answers,
+                labels=targets,
+                own_criterion=own is not None,
+                softmax=exit_after is not None and self_distillation > 0 and divergence is None,
+            )
         return (own or F.cross_entropy)(answers, targets)
 
     exit_loss = partial(
@@ -137,8 +139,9 @@ def _common_forward(
             0, to_device(torch.tensor(rows, dtype=torch.long), images.device)
         )
     # Not around the wrappers of other libraries, whose output holds the position loss as well.
-    with running(positioned_in(model) or model, given, exit_after=exit_after, logits=logits):
-        output, position_loss = _forward(model, images)
+    positioned = positioned_in(model)
+    with running(positioned or model, given, exit_after=exit_after, logits=logits):
+        output, position_loss = _forward(model, images, positioned)
     parts = (logits(output),) if exit_after is None else output
     if len(orders) > 1:
         # Before the criterion, which may know its samples by their place in the batch.
@@ -175,10 +178,11 @@ def _separate_forwards(
     final: list[Tensor] = []
     early: list[Tensor] = []
     position_losses: list[Tensor] = []
+    positioned = positioned_in(model)
     for group, order in enumerate(orders):
         own = images[group :: len(orders)]
         with running(model, order):
-            output, position_loss = _forward(model, own)
+            output, position_loss = _forward(model, own, positioned)
         final.append(logits(output).float())
         if position_loss is not None:
             position_losses.append(position_loss * (len(own) / len(images)))
@@ -223,9 +227,13 @@ def _logits_of(model: nn.Module, logits: Logits | None, output: Any) -> Tensor:
     return logits_of(output, model) if logits is None else logits(output)
 
 
-def _forward(model: nn.Module, images: Tensor) -> tuple[Any, Tensor | None]:
-    """What `model` returns for `images`, and its position loss if it predicts positions."""
-    positioned = positioned_in(model)
+def _forward(
+    model: nn.Module, images: Tensor, positioned: PositionedModel | None
+) -> tuple[Any, Tensor | None]:
+    """What `model` returns for `images`, and its position loss if it predicts positions.
+
+    `positioned`: the model with position parts in `model`, if there is one.
+    """
     if positioned is None or positioned.prediction is None:
         return model(images), None
     # DDP treats parameters as unused if no output of the model's call depends on them. So the loss

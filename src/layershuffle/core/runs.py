@@ -1,5 +1,8 @@
 """How a block stack runs in the current context: its entries, and the hooks around its blocks.
 
+A run also knows what the backbone has requested of it (`StackRequests`), and an entry whether it
+runs in the forward or in a replay (`Replays`).
+
 The settings live in a context variable, not in the model, so two threads that run one model in two
 orders do not interfere. Every `with` block adds its own change and removes exactly that change, so
 that `with` blocks which exit out of turn (an `ExitStack`, a generator) leave no order behind.
@@ -12,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,12 +23,67 @@ from torch import nn
 
 from layershuffle.core.hooks import BlockHook
 from layershuffle.core.torch_private import queue_callback
-
-if TYPE_CHECKING:
-    from layershuffle.core.checks.requests import StackRequests
+from layershuffle.ground.errors import StackError
 
 # Makes what the backbone calls in place of its blocks, for one forward.
 Entries = Callable[["Run"], Sequence[Callable[..., Any]]]
+
+
+@dataclass
+class StackRequests:
+    """Which entries a backbone has requested in the latest forward of a stack of `depth` blocks."""
+
+    depth: int
+    whole: bool = False
+    furthest: int = 0
+    length: int = 0
+    sliced: bool = False
+    entries: Sequence[Callable[..., Any]] = ()
+
+    def note(self, count: int, length: int) -> None:
+        """The backbone has received `count` of `length` entries so far."""
+        self.furthest = max(self.furthest, count)
+        self.length = length
+
+    def note_index(self, index: int, length: int) -> None:
+        """The backbone requested the entry at a position."""
+        # A negative index counts only after all others, as in blocks[:-1] followed by blocks[-1].
+        others_ran = (self.furthest, self.length) == (length - 1, length)
+        self.whole |= index == length - 1 or (index == -1 and others_ran)
+        self.note(index % length + 1, length)
+
+    def note_slice(self, index: slice, length: int) -> None:
+        """The backbone requested a slice."""
+        stop = index.indices(length)[1]
+        self.note(stop, length)
+        self.sliced = True
+        self.whole = self.whole or stop == length
+
+    def counted(self, entries: Sequence[Any]) -> Iterator[Any]:
+        """Yield `entries` one by one and count them."""
+        length = len(entries)
+        for count, entry in enumerate(entries, start=1):
+            self.note(count, length)
+            # zip(blocks, others) takes one entry more than there are others, and there are as many
+            # others as blocks. So the last entry proves something only up to that length.
+            self.whole |= count == length <= self.depth
+            yield entry
+        self.whole = True
+
+    def refuse_cut(self, model: nn.Module) -> None:
+        """Raises `StackError` if the backbone ran some blocks of the order, but never all."""
+        # A backbone may read attributes of the first block alone. A short slice is an intended
+        # stop, as with timm's `stop_early`.
+        looked_at = self.furthest <= min(1, self.depth - 1)
+        stopped = self.sliced and self.furthest < min(self.depth, self.length)
+        if self.whole or looked_at or stopped:
+            return
+        raise StackError(
+            f"{type(model).__name__} requested {self.furthest} of the {self.length} blocks of its "
+            "execution order, so the others did not run",
+            hint="iterate over the whole stack (for block in self.blocks) in its forward: range() "
+            "and zip() with a fixed length cut longer orders, and `break` ends them early",
+        )
 
 
 @dataclass(frozen=True)
@@ -141,3 +199,30 @@ def in_backward() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class Replays:
+    """Tells the forward of an entry from its replay by gradient checkpointing."""
+
+    def __init__(self) -> None:
+        self._had_graph: bool | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the entry has run before."""
+        return self._had_graph is not None
+
+    def refuse_reentrant(self, what: str, *, cut: bool) -> None:
+        """Note a run, and raise `StackError` if it is a replay in which gradients would be wrong.
+
+        Reentrant checkpointing runs the forward without a graph, so that what an entry takes from
+        others (`cut`: whether it does, `what`: a word for it) has none in the replay either.
+        """
+        graph = torch.is_grad_enabled()
+        if self._had_graph is None:
+            self._had_graph = graph
+        elif cut and graph and not self._had_graph:
+            raise StackError(
+                f"Reentrant gradient checkpointing cuts {what}, so gradients would be wrong",
+                hint="checkpoint with use_reentrant=False (timm: TIMM_REENTRANT_CKPT=0)",
+            )

@@ -32,7 +32,6 @@ from layershuffle.core.checks.calls import (
     watched_calls,
 )
 from layershuffle.core.checks.forwards_noted import note_forward, say_batch_norm, share_notes
-from layershuffle.core.checks.requests import StackRequests
 from layershuffle.core.checks.rounds import refuse_rounds
 from layershuffle.core.checks.sharing import sample_axes
 from layershuffle.core.discovery import find_blocks
@@ -49,6 +48,7 @@ from layershuffle.core.runs import (
     PLAIN,
     Run,
     RunChange,
+    StackRequests,
     holders,
     in_backward,
     run_of,
@@ -91,7 +91,9 @@ class BlockStack(nn.ModuleList):
                 "nn.DataParallel copies the model into threads where no execution order is set",
                 hint="use DistributedDataParallel (torchrun), or one GPU",
             )
-        note_forward(self, run)
+        # Otherwise nothing learns, and no backward pass replays the forward.
+        if self.training or torch.is_grad_enabled():
+            note_forward(self, run)
         return run
 
     def _entries(self, run: Run, *, begins: bool = True) -> Sequence[Callable[..., Any]]:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.evaluation import evaluate
+from layershuffle.core.losses import loss_of_orders
 from layershuffle.core.policies import Mode
 from layershuffle.ground.errors import TrainingError
 from layershuffle.ground.text import one_line, unheard
@@ -104,9 +105,19 @@ def train(
                 job.compiler.step(images.shape, {block for order in orders for block in order}),
                 state.averaging(last=micro_batch == len(micro_batches) - 1),
             ):
-                forward = partial(job.method.loss_and_logits, model, images, labels)
+                # What `Method.loss` checks holds here: the model is prepared, and steps count on.
+                forward = partial(
+                    loss_of_orders,
+                    model,
+                    images,
+                    labels=labels,
+                    orders=orders,
+                    exit_after=job.method.exit_after(orders, **place),
+                    exit_weight=job.method.exit_weight or 0.0,
+                    self_distillation=job.method.self_distillation or 0.0,
+                )
                 with state.autocast():
-                    loss, logits = job.compiler.or_eager(partial(forward, orders=orders, **place))
+                    loss, logits = job.compiler.or_eager(forward)
                 loss = loss / (in_step / len(labels))  # the last forward may be a smaller one
                 on_phase("backward", state.step)
                 torch.autograd.backward(loss)

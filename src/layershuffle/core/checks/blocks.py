@@ -4,37 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
-import torch
 from torch import Tensor, nn
 
 from layershuffle.ground.errors import StackError, UsageError
-
-
-class Replays:
-    """Tells the forward of an entry from its replay by gradient checkpointing."""
-
-    def __init__(self) -> None:
-        self._had_graph: bool | None = None
-
-    @property
-    def begun(self) -> bool:
-        """Whether the entry has run before."""
-        return self._had_graph is not None
-
-    def refuse_reentrant(self, what: str, *, cut: bool) -> None:
-        """Note a run, and raise `StackError` if it is a replay in which gradients would be wrong.
-
-        Reentrant checkpointing runs the forward without a graph, so that what an entry takes from
-        others (`cut`: whether it does, `what`: a word for it) has none in the replay either.
-        """
-        graph = torch.is_grad_enabled()
-        if self._had_graph is None:
-            self._had_graph = graph
-        elif cut and graph and not self._had_graph:
-            raise StackError(
-                f"Reentrant gradient checkpointing cuts {what}, so gradients would be wrong",
-                hint="checkpoint with use_reentrant=False (timm: TIMM_REENTRANT_CKPT=0)",
-            )
 
 
 def missing_state(module: nn.Module, name: str) -> StackError:
@@ -96,4 +68,14 @@ def refused_value(value: object) -> StackError:
         f"The blocks return a {type(value).__name__} beside the state, which cannot be combined "
         "from samples with different orders",
         hint="use one order for the whole batch",
+    )
+
+
+def unused_stack(module: nn.Module) -> StackError:
+    """The error for a call of `module` in which its stack was never used."""
+    return StackError(
+        f"{type(module).__name__} ran and never used its block stack, so the execution order and "
+        "the hooks around blocks would be ignored",
+        hint="iterate over the container itself (for block in self.blocks) in the forward, not "
+        "over its children(), its _modules or a list made earlier",
     )

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from layershuffle.core.checks.requests import StackRequests, unused_stack
+from layershuffle.core.checks.blocks import unused_stack
 from layershuffle.core.checks.rounds import refuse_rounds
 from layershuffle.core.orders import ExecutionOrder
-from layershuffle.core.runs import changed_stacks, holders, run_of
+from layershuffle.core.runs import StackRequests, changed_stacks, holders, run_of
 from layershuffle.core.tensors import tensors_of
 from layershuffle.core.torch_private import is_compiled
 from layershuffle.ground.errors import StackError, UsageError

@@ -43,9 +43,8 @@ def share_notes(part: nn.Module, stack: nn.Module) -> None:
 
 
 def note_forward(stack: nn.Module, run: Run) -> None:
-    """Note a forward of `stack`: a replay needs its order, and a training without one is named."""
-    if not (torch.is_grad_enabled() or stack.training):
-        return  # nothing learns, and no backward pass replays it
+    """Note a forward of `stack`, in training or with gradients: a replay needs its order, and a
+    training without one is named."""
     forwards = _FORWARDS.setdefault(stack, _Forwards())
     if in_backward():
         forwards.replayed = True

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layershuffle.core.checks.requests import unused_stack
+from layershuffle.core.checks.blocks import unused_stack
 from layershuffle.core.checks.trials import (
     Trace,
     are_close,
