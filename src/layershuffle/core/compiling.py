@@ -48,8 +48,11 @@ class BlockCompiler:
     def __init__(
         self, *, reason: str | None = None, dynamic: bool = False, backend: str = "inductor"
     ) -> None:
-        self.reason, self.graphs, self.recompiles = reason, 0, 0
-        self._dynamic, self._backend_name = dynamic, backend
+        self.reason = reason
+        self.graphs = 0
+        self.recompiles = 0
+        self._dynamic = dynamic
+        self._backend_name = backend
         self._models: list[nn.Module] = []
         self._seen: set[tuple[Any, ...]] = set()
 
@@ -95,7 +98,8 @@ class BlockCompiler:
     def step(self, shape: Collection[int], blocks: Collection[int]) -> Iterator[None]:
         """Around a training step on a batch of `shape` that runs `blocks`; counts recompiles."""
         kinds = {(*shape, block) for block in blocks}
-        seen_before, before = kinds <= self._seen, self.graphs
+        seen_before = kinds <= self._seen
+        before = self.graphs
         yield
         self._seen |= kinds
         if seen_before and self.graphs > before:

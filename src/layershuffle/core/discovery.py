@@ -53,7 +53,7 @@ def _largest_stack(model: nn.Module) -> tuple[str, nn.Module]:
             hint=_hint_without_stack(model),
         )
     # The first of the longest: outer stacks come before those inside their blocks.
-    return max(candidates, key=lambda candidate: sum(1 for _ in candidate[1].children()))
+    return max(candidates, key=lambda candidate: len(list(candidate[1].children())))
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class Entry:
     def __init__(self, module: Any, call: Call, *, one_block: bool = True) -> None:
         # In place of another entry, as much may be read of the block as before.
         inner = vars(module) if type(module) is Entry else {}
-        self._module, self._call = inner.get("_module", module), call
+        self._module = inner.get("_module", module)
+        self._call = call
         self._one_block: bool = inner.get("_one_block", one_block)
 
     @property  # type: ignore[misc]  # that of objects can be set too
@@ -152,11 +154,11 @@ def order_entries(
         # Bare blocks, so that torch.compile and torch's hooks see no wrapper.
         if not run.hooks and not run.recompute:
             return [blocks[block] for block in order]
-        steps = [Step(position, block) for position, block in enumerate(order)]
-        return [
-            Entry(blocks[step.block], block_call(blocks[step.block], step, run=run))
-            for step in steps
-        ]
+        entries: list[Call] = []
+        for position, block in enumerate(order):
+            call = block_call(blocks[block], Step(position, block), run=run)
+            entries.append(Entry(blocks[block], call))
+        return entries
     read_later = order.last_readers()
     states: dict[int, Tensor] = {}
 
@@ -240,72 +242,148 @@ def sample_entries(
     many rows: the final states, then those of `order.beginning(exit_after, last=last)`, where
     `last` is the number of last blocks that keep their place in all orders.
     """
-    groups: dict[ExecutionOrder, list[int]] = {}
-    for row, order in enumerate(orders):
-        groups.setdefault(order, []).append(row)
-    longest, axis = max(map(len, groups)), axes.state
-    read_later = {version for order in groups for version in order.last_readers()}
-    # A replay by gradient checkpointing leaves these as the forward set them.
-    states: dict[int, Tensor] = {}
-    leaving = None if exit_after is None else _Exit(orders, steps=exit_after, last=last)
+    forward = _GroupedForward(blocks, orders, run=run, axes=axes, exit_after=exit_after, last=last)
+    return [forward.entry(position) for position in range(forward.longest)]
 
-    def entry(position: int) -> Entry:
+
+class _GroupedForward:
+    """One forward of a batch in which samples have orders of their own.
+
+    The samples of one order are a group. At a position a group is at one block, and all groups that
+    are at the same block there run through it together.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        orders: Sequence[ExecutionOrder],
+        *,
+        run: Run,
+        axes: Axes,
+        exit_after: int | None,
+        last: int,
+    ) -> None:
+        self._blocks = blocks
+        self._orders = orders
+        self._run = run
+        self._axes = axes
+        self._last = last
+        # The order of each group, and the rows of its samples in the batch.
+        groups: dict[ExecutionOrder, list[int]] = {}
+        for row, order in enumerate(orders):
+            groups.setdefault(order, []).append(row)
+        self._groups = list(groups)
+        self._rows = list(groups.values())
+        self.longest = max(map(len, groups))
+        self._read_later: set[int] = set()
+        for order in groups:
+            self._read_later.update(order.last_readers())
+        # The older states. A replay by gradient checkpointing leaves them as the forward set them.
+        self._states: dict[int, Tensor] = {}
+        self._exit = None if exit_after is None else _Exit(orders, steps=exit_after, last=last)
+
+    def entry(self, position: int) -> Entry:
+        """The entry at `position`: it runs every group by the block that its order has there."""
         # Block -> the groups that run it here, each with the version of the state that it reads.
         moves: dict[int, list[tuple[int, int]]] = {}
-        for group, order in enumerate(groups):
+        older: set[int] = set()
+        for group, order in enumerate(self._groups):
             if position < len(order):
                 block, version = order.steps[position]
                 moves.setdefault(block, []).append((group, version))
-        older = {version for several in moves.values() for _, version in several} - {position}
-        inputs, outputs = axes.at(position)
-        rows = [*groups.values()]
-        reads_others = bool(older) or leaving is not None
+                if version != position:
+                    older.add(version)
+        reads_others = bool(older) or self._exit is not None
         replays = Replays()
+        axis = self._axes.state
 
         def call(state: Any, *args: Any, **kwargs: Any) -> Any:
             replays.refuse_reentrant(
                 "the state of an exit, or an older one, off from its blocks", cut=reads_others
             )
             samples = tensor_of(state).shape[axis]
-            if samples != len(orders):
-                raise other_count(orders, samples)
-            if position in read_later:
-                states.setdefault(position, state.clone())
-            parts = {version: _split(states[version], rows, axis) for version in older}
-            parts[position] = _split(state, rows, axis)
-            after, outs = [*parts[position]], {}
+            if samples != len(self._orders):
+                raise other_count(self._orders, samples)
+            if position in self._read_later:
+                self._states.setdefault(position, state.clone())
+            parts = {position: _split(state, self._rows, axis)}
+            for version in older:
+                parts[version] = _split(self._states[version], self._rows, axis)
+            after = [*parts[position]]
+            outs: dict[tuple[int, ...], Any] = {}
             # Sorted, so that the sequence of kernels does not depend on which sample comes first.
             for block, members in sorted(moves.items()):
-                read = [parts[version][group] for group, version in members]
-                here = tuple(row for group, _ in members for row in rows[group])
-                others, named = _cut((args, kwargs), here, axes=inputs[1:], samples=samples)
-                run_block = block_call(blocks[block], Step(position, block, here), run=run)
-                joined = read[0] if len(read) == 1 else torch.cat(read, axis)
-                outs[here] = run_block(joined, *others, **named)
-                sizes = [len(rows[group]) for group, _ in members]
-                news = _parts(state_of(outs[here]), sizes, axis)
-                for (group, version), old, new in zip(members, read, news, strict=True):
-                    newest = version == position
-                    after[group] = new if newest else after[group] + (new - old)
-            result = _joined(after, rows, axis)
-            if leaving is not None:
-                beyond = position - leaving.steps
-                if beyond == -1:
-                    leaving.begin(result, axis)
-                elif 0 <= beyond < last and leaving.rows:
-                    block = len(blocks) - last + beyond
-                    run_block = block_call(
-                        blocks[block], Step(position, block, leaving.rows, early=True), run=run
-                    )
-                    cut = _cut((args, kwargs), leaving.rows, axes=inputs[1:], samples=samples)
-                    leaving.go_on(beyond, run_block, cut)
-                if position + 1 == longest:
-                    result = torch.cat([result, leaving.answer(result, axis)], axis)
+                self._run_block(
+                    Step(position, block),
+                    members,
+                    parts=parts,
+                    after=after,
+                    outs=outs,
+                    arguments=(args, kwargs),
+                )
+            result = _joined(after, self._rows, axis)
+            if self._exit is not None:
+                result = self._leave(self._exit, position, result, arguments=(args, kwargs))
+            outputs = self._axes.at(position)[1]
             return _combined_output(outs, result, axes=outputs, samples=samples)
 
-        return Entry(blocks[0], call, one_block=False)
+        return Entry(self._blocks[0], call, one_block=False)
 
-    return [entry(position) for position in range(longest)]
+    def _run_block(
+        self,
+        step: Step,
+        members: Sequence[tuple[int, int]],
+        *,
+        parts: dict[int, Sequence[Tensor]],
+        after: list[Tensor],
+        outs: dict[tuple[int, ...], Any],
+        arguments: Any,
+    ) -> None:
+        """Run the block of `step` on the groups `members`, each with the version that it reads.
+
+        `parts` are the states by version and group. The new state of each group goes to `after`,
+        and what the block returned for the rows of the batch to `outs`.
+        """
+        axis = self._axes.state
+        read: list[Tensor] = []
+        sizes: list[int] = []
+        rows: list[int] = []
+        for group, version in members:
+            read.append(parts[version][group])
+            sizes.append(len(self._rows[group]))
+            rows += self._rows[group]
+        here = tuple(rows)
+        joined = read[0] if len(read) == 1 else torch.cat(read, axis)
+        out = self._call(replace(step, rows=here), joined, arguments)
+        outs[here] = out
+        news = _parts(state_of(out), sizes, axis)
+        for (group, version), old, new in zip(members, read, news, strict=True):
+            newest = version == step.position
+            after[group] = new if newest else after[group] + (new - old)
+
+    def _call(self, step: Step, state: Tensor, arguments: Any) -> Any:
+        """What the block of `step` returns for `state` and its part of the other arguments."""
+        inputs = self._axes.at(step.position)[0]
+        rows = step.rows or ()
+        args, kwargs = _cut(arguments, rows, axes=inputs[1:], samples=len(self._orders))
+        return block_call(self._blocks[step.block], step, run=self._run)(state, *args, **kwargs)
+
+    def _leave(self, exit_: _Exit, position: int, result: Tensor, *, arguments: Any) -> Tensor:
+        """Note what is at the exit, given all states `result` after `position`.
+
+        Returns `result`, at the end of all orders with the states of the exit behind it.
+        """
+        axis = self._axes.state
+        beyond = position - exit_.steps
+        if beyond == -1:
+            exit_.begin(result, axis)
+        elif 0 <= beyond < self._last and exit_.rows:
+            block = len(self._blocks) - self._last + beyond
+            step = Step(position, block, exit_.rows, early=True)
+            exit_.go_on(beyond, self._call(step, exit_.state(beyond), arguments))
+        if position + 1 == self.longest:
+            return torch.cat([result, exit_.answer(result, axis)], axis)
+        return result
 
 
 class _Exit:
@@ -317,11 +395,15 @@ class _Exit:
     """
 
     def __init__(self, orders: Sequence[ExecutionOrder], *, steps: int, last: int) -> None:
-        every = range(len(orders))
         self.steps = steps
-        # Without last blocks, a sample whose order has ended waits, and is at the exit as well.
-        self.rows = tuple(row for row in every if not last or len(orders[row]) > steps + last)
-        self.others = tuple(row for row in every if row not in self.rows)
+        here: list[int] = []
+        others: list[int] = []
+        for row, order in enumerate(orders):
+            # Without last blocks, a sample whose order has ended waits, and is at the exit as well.
+            goes_on = not last or len(order) > steps + last
+            (here if goes_on else others).append(row)
+        self.rows = tuple(here)
+        self.others = tuple(others)
         self._last = last
         # Those at the exit, then those after each of the last blocks.
         self._states: list[Tensor] = []
@@ -332,12 +414,10 @@ class _Exit:
         if not self._states:
             self._states.append(early)
 
-    def go_on(self, count: int, run_block: Call, arguments: Any) -> None:
-        """Run the last block number `count` with its other arguments, and note the state."""
-        args, kwargs = arguments
-        out = state_of(run_block(self.state(count), *args, **kwargs))
+    def go_on(self, count: int, out: Any) -> None:
+        """Note what the last block number `count` returned."""
         if len(self._states) == count + 1:
-            self._states.append(out)
+            self._states.append(state_of(out))
 
     def state(self, count: int) -> Tensor:
         """The state of `rows` after `count` of the last blocks."""
@@ -357,8 +437,8 @@ class _Exit:
 
 def _split(state: Tensor, rows: Sequence[Sequence[int]], axis: int) -> Sequence[Tensor]:
     """The samples of every group; without a copy where groups lie side by side."""
-    if [row for group in rows for row in group] == list(range(state.shape[axis])):
-        return _parts(state, [len(group) for group in rows], axis)
+    if [*chain.from_iterable(rows)] == list(range(state.shape[axis])):
+        return _parts(state, list(map(len, rows)), axis)
     return [_rows(state, group, axis) for group in rows]
 
 
@@ -369,15 +449,18 @@ def _parts(state: Tensor, sizes: list[int], axis: int) -> Sequence[Tensor]:
 
 def _joined(parts: Sequence[Tensor], rows: Sequence[Sequence[int]], axis: int) -> Tensor:
     """One tensor of the samples in their own order; part i holds the samples `rows[i]`."""
-    ordered = sorted(zip(rows, parts, strict=True), key=lambda item: item[0][0])
-    joined = parts[0] if len(parts) == 1 else torch.cat([part for _, part in ordered], axis)
-    arranged = [row for several, _ in ordered for row in several]
+    ordered: list[Tensor] = []
+    arranged: list[int] = []
+    for several, part in sorted(zip(rows, parts, strict=True), key=lambda item: item[0][0]):
+        ordered.append(part)
+        arranged += several
+    joined = parts[0] if len(parts) == 1 else torch.cat(ordered, axis)
     return _rows(joined, sorted(range(len(arranged)), key=arranged.__getitem__), axis)
 
 
 def _rows(value: Tensor, rows: Sequence[int], axis: int) -> Tensor:
     """The samples `rows` of a tensor; the same tensor if these are all, in their order."""
-    if len(rows) == value.shape[axis] and all(row == place for place, row in enumerate(rows)):
+    if list(rows) == list(range(value.shape[axis])):
         return value
     return value.index_select(axis, to_device(torch.tensor(rows, dtype=torch.long), value.device))
 
@@ -402,7 +485,8 @@ def _combined_output(
     form = next(iter(outs.values()))
     if not isinstance(form, tuple | list):
         return state
-    values, later_axes = [], iter(axes[1:])
+    values: list[Any] = []
+    later_axes = iter(axes[1:])
     for several in zip(*(out[1:] for out in outs.values()), strict=True):
         axis = next(later_axes, None) if isinstance(several[0], Tensor) else None
         if axis is not None and sum(map(len, outs)) == samples:

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layershuffle.core.checks.orders import checked_fixed
 from layershuffle.core.checks.outputs import refuse_answers
 from layershuffle.core.checks.trials import forget
 from layershuffle.core.forwards import images_at_once, run_many
-from layershuffle.core.orders import ExecutionOrder, check_ends, checked_fixed, order_of
+from layershuffle.core.orders import ExecutionOrder, check_ends, order_of
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of
@@ -194,10 +195,9 @@ def evaluate(
         for number, batch in enumerate(batches):
             for column in columns:
                 if column.order is None and column.mode is not None:
-                    policy, index = column.mode.policy(fixed=fixed), column.index
-                    column.batch_orders.append(
-                        policy.draw(depth, seed=seed, step=number, micro_batch=index)
-                    )
+                    policy = column.mode.policy(fixed=fixed)
+                    order = policy.draw(depth, seed=seed, step=number, micro_batch=column.index)
+                    column.batch_orders.append(order)
             _score_batch(
                 model,
                 batch,
@@ -208,8 +208,9 @@ def evaluate(
                 on_images=on_images,
             )
     columns[0].tally.check()
-    return [
-        Score(
+    scores: list[Score] = []
+    for column in columns:
+        score = Score(
             mode=column.mode,
             index=column.index,
             order=column.order,
@@ -217,8 +218,8 @@ def evaluate(
             fixed=fixed,
             **column.tally.values(),
         )
-        for column in columns
-    ]
+        scores.append(score)
+    return scores
 
 
 def _answers(model: nn.Module, logits: Logits | None, images: Tensor) -> Tensor:
@@ -248,17 +249,18 @@ def _columns(
     draw: Draw,
     fixed: tuple[int, int],
 ) -> list[_PendingScore]:
-    columns = [
-        _PendingScore(None, index, order_of(order, depth)) for index, order in enumerate(orders)
-    ]
-    check_ends([column.order for column in columns if column.order is not None], fixed)
-    names = [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
+    given = [order_of(order, depth) for order in orders]
+    check_ends(given, fixed)
+    columns: list[_PendingScore] = []
+    for index, order in enumerate(given):
+        columns.append(_PendingScore(None, index, order))
+    names = [modes] if isinstance(modes, str) else list(map(str, modes))
     for mode in parse_modes(",".join(names)) if names else ():
         for index in range(mode.draws(num_orders, depth=depth, fixed=fixed)):
             # Drawn even if every batch draws its own: this refuses a mode that does not fit.
-            order = mode.policy(fixed=fixed).draw(depth, seed=seed, step=index)
+            drawn = mode.policy(fixed=fixed).draw(depth, seed=seed, step=index)
             per_batch = draw == "batch" and mode.is_drawn(depth, fixed=fixed)
-            columns.append(_PendingScore(mode, index, None if per_batch else order))
+            columns.append(_PendingScore(mode, index, None if per_batch else drawn))
     return columns
 
 
@@ -316,21 +318,22 @@ def _answers_at_stop(
     last blocks, which count among its steps.
     """
     first, last = fixed
-    beginnings = {
-        index: [
-            order.beginning(count, last=last)
-            for count in range(min(first + 1, len(order) - last), len(order) - last + 1)
-        ]
-        for index, order in enumerate(orders)
-    }
-    places = [(index, order) for index, several in beginnings.items() for order in several]
-    waiting = {index: len(several) for index, several in beginnings.items()}
+    # The beginnings of all orders, and for each the index of its order.
+    beginnings: list[ExecutionOrder] = []
+    indices: list[int] = []
+    waiting: dict[int, int] = {}
+    for index, order in enumerate(orders):
+        drawn_end = len(order) - last
+        for count in range(min(first + 1, drawn_end), drawn_end + 1):
+            beginnings.append(order.beginning(count, last=last))
+            indices.append(index)
+        waiting[index] = indices.count(index)
     answers: dict[int, tuple[Tensor, Tensor]] = {}
     # The beginnings of an order come in any sequence: they differ in where the last blocks run.
-    cut = [order for _, order in places]
-    for place, logits in run_many(model, images, orders=cut, forward=forward):
-        index, beginning = places[place]
-        answer, count = logits.float(), len(beginning)
+    for place, logits in run_many(model, images, orders=beginnings, forward=forward):
+        index = indices[place]
+        answer = logits.float()
+        count = len(beginnings[place])
         steps = torch.full(images.shape[:1], count, device=images.device)
         if count < len(orders[index]):
             sure = answer.softmax(-1).amax(-1) >= stop
@@ -369,7 +372,8 @@ def micro_batches(
     # Use the dtype of a block: the model's first weight may be a norm that stays in fp32.
     block = blocks_of(model)[0]
     weight = next(p for p in block.parameters() if p.is_floating_point())
-    images, labels = (tensor.to(weight.device) for tensor in batch)
+    images = batch[0].to(weight.device)
+    labels = batch[1].to(weight.device)
     whole_numbers = not (labels.is_floating_point() or labels.is_complex())
     if not whole_numbers or labels.dtype == torch.bool or labels.shape != images.shape[:1]:
         raise DataError(

@@ -1,7 +1,8 @@
 """Many orders over one batch.
 
 Orders run in sorted order, each by the backbone's own forward, and return from memory what the
-order before computed at a common beginning. Forward are bit-equal to running the orders one by one.
+order before computed at a common beginning. The answers are bit-equal to running the orders one by
+one.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from layershuffle.core.checks.calls import watched_calls
+from layershuffle.core.checks.orders import checked_fixed
 from layershuffle.core.checks.sharing import Beginnings, beginnings
 from layershuffle.core.checks.trials import forget
 from layershuffle.core.entries import Shared
-from layershuffle.core.orders import ExecutionOrder, check_ends, checked_fixed, order_of
+from layershuffle.core.orders import ExecutionOrder, check_ends, order_of
 from layershuffle.core.runs import StackRequests
 from layershuffle.core.stack import in_order, running, stack_of
 from layershuffle.core.tensors import logits_of
@@ -25,7 +27,8 @@ from layershuffle.ground.errors import UsageError
 
 _log = logging.getLogger("layershuffle")
 # Bytes of a state on a CPU, and the fewest images; with fewer the weights are read too often.
-_CACHED_BYTES, _LEAST_IMAGES = 1 << 20, 4
+_CACHED_BYTES = 1 << 20
+_LEAST_IMAGES = 4
 Forward = Callable[[Tensor], Tensor]
 _SAID: WeakSet[nn.Module] = WeakSet()
 
@@ -72,7 +75,8 @@ def run_many(
     def logits(batch: Tensor) -> Tensor:
         return logits_of(model(batch), model)
 
-    stack, call = stack_of(model), forward or logits
+    stack = stack_of(model)
+    call = forward or logits
     indices: dict[ExecutionOrder, list[int]] = {}
     for index, order in enumerate(orders):
         indices.setdefault(order_of(order, stack.depth), []).append(index)
@@ -86,7 +90,8 @@ def run_many(
                 output = call(images)
         else:
             common = order.common_beginning(following) if following else 0
-            shared.reused, shared.kept = shared.kept, common
+            shared.reused = shared.kept
+            shared.kept = common
             requests = StackRequests(stack.depth)
             watching = watched_calls(
                 model, stack, blocks=stack.blocks, order=order, requests=requests
@@ -101,10 +106,11 @@ def run_many(
 
 def block_runs(orders: Sequence[ExecutionOrder]) -> int:
     """The number of block runs of `forward_many` over `orders`."""
-    ranked = sorted({order.steps: order for order in orders}.items())
-    runs = sum(len(steps) for steps, _ in ranked)
-    shared = (order.common_beginning(other) for (_, order), (_, other) in pairwise(ranked))
-    return runs - sum(shared)
+    ranked = sorted(set(orders), key=lambda order: order.steps)
+    runs = sum(map(len, ranked))
+    for order, following in pairwise(ranked):
+        runs -= order.common_beginning(following)
+    return runs
 
 
 def sharing_of(model: nn.Module, images: Tensor, *, forward: Forward) -> Beginnings:
@@ -126,8 +132,8 @@ def images_at_once(model: nn.Module, images: Tensor, *, forward: Forward) -> int
 
     On a CPU the images are split into even parts whose state stays in the cache from block to
     block: measured best at widths 64, 192 and 768. A GPU takes all images, and so does a model
-    whose answer to an image depends on the others in its batch. Forward are those of another batch
-    size, equal up to the rounding of batched kernels.
+    whose answer to an image depends on the others in its batch. The answers are those of another
+    batch size, equal up to the rounding of batched kernels.
     """
     if images.device.type != "cpu" or len(images) < 2:
         return max(1, len(images))

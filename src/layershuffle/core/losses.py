@@ -146,10 +146,10 @@ def _common_forward(
     if len(orders) > 1:
         # Before the criterion, which may know its samples by their place in the batch.
         parts = tuple(part.index_select(0, back) for part in parts)
-    final, *early = (part.float() for part in parts)
+    final = parts[0].float()
     loss = criterion(final, labels)
-    for answers in early:
-        loss = loss + exit_loss(answers, final, labels)
+    if exit_after is not None:
+        loss = loss + exit_loss(parts[1].float(), final, labels)
     return (loss if position_loss is None else loss + position_loss), final
 
 
@@ -158,7 +158,9 @@ def _by_group(images: Tensor, groups: int) -> tuple[list[int], Tensor]:
 
     Row i is in group i mod `groups`, counted from the first row of each process.
     """
-    rows = [row for group in range(groups) for row in range(group, len(images), groups)]
+    rows: list[int] = []
+    for group in range(groups):
+        rows += range(group, len(images), groups)
     back = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), dtype=torch.long)
     return rows, to_device(back, images.device)
 

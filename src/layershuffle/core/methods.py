@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from layershuffle.core.checks.methods import check_name, check_options, other_depth
+from layershuffle.core.checks.orders import checked_fixed
 from layershuffle.core.draws import Stream, whole_number
-from layershuffle.core.orders import ExecutionOrder, checked_fixed, is_integer
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import (
     Choice,
     Kept,
@@ -24,8 +26,6 @@ from layershuffle.core.policies import (
     drawn_blocks,
 )
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
-from layershuffle.ground.errors import UsageError
-from layershuffle.ground.text import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -124,77 +124,22 @@ class Method:
     """Seed of orders, exits and new position parts."""
 
     def __post_init__(self) -> None:
-        if self.name not in PRESETS:
-            hint = did_you_mean(self.name, PRESETS, otherwise=f"one of {', '.join(PRESETS)}")
-            raise UsageError(f"There is no method {self.name!r}", hint=hint)
+        check_name(self.name, PRESETS)
         _, preset = PRESETS[self.name]
         for option, value in {**_IN_ALL, **preset}.items():
             if getattr(self, option) is None:
                 object.__setattr__(self, option, value)  # the class is frozen
         object.__setattr__(self, "fixed", checked_fixed(self.fixed))
-        self._check()
-
-    def _check(self) -> None:
-        for option in ("orders_per_batch", "min_kept", "max_parallel", "distinct", "kept"):
-            number = getattr(self, option)
-            if number is not None and (not is_integer(number) or number < 1):
-                raise UsageError(f"{option} must be a whole number from 1, got {number!r}")
-        whole_number("seed", self.seed)
-        if self.position not in get_args(PositionPart):
-            words = ", ".join(get_args(PositionPart))
-            raise UsageError(f"position must be one of {words}, got {self.position!r}")
-        if self.drop is not None and self.min_kept is not None:
-            raise UsageError(
-                f"drop={self.drop} and min_kept={self.min_kept} both say how many blocks run",
-                hint="give one of them; layershuffle and baseline have neither of their own",
-            )
-        if self.name == "truncated" and self.kept is None:
-            raise UsageError(
-                "truncated needs the number of blocks that the model is made of", hint="--kept 6"
-            )
-        if self.kept is None and self.choose is not None:
-            raise UsageError(
-                f"choose={self.choose} says which blocks are kept, but not how many of them",
-                hint="give kept, too: --kept 6",
-            )
-        self._check_counts()
-        whole = self.runs_all and self.max_parallel is None
-        if self.selects_by == "sequential" and whole and self.sequential_every is not None:
-            raise UsageError(
-                f"Every order of {self.name} is the sequential one already, not only every "
-                f"{self.sequential_every}th",
-                hint="leave sequential_every out, or take the method layershuffle",
-            )
-        for option in ("exit_weight", "self_distillation"):
-            weight = getattr(self, option)
-            if weight is not None and not weight > 0:
-                raise UsageError(
-                    f"{option} must be above 0, got {weight}",
-                    hint="leave it out for no exit; anyorder without one is layershuffle with "
-                    "orders_per_batch=4 and sequential_every=4",
-                )
+        runs_in_rounds = self.max_parallel is not None
+        check_options(
+            self.name,
+            self.options,
+            seed=self.seed,
+            parts=get_args(PositionPart),
+            is_sequential=self.selects_by == "sequential" and self.runs_all and not runs_in_rounds,
+        )
         # Both check what is left: probabilities, ranges and words.
         _ = self.policy, self.blocks
-
-    def _check_counts(self) -> None:
-        """Whether the numbers of blocks fit each other."""
-        ends = sum(self.fixed)
-        for option, own in (("min_kept", 0), ("distinct", ends)):
-            number, kept = getattr(self, option), self.kept
-            if number is not None and kept is not None and number > kept - own:
-                raise UsageError(
-                    f"{option}={number} is more than the {kept} blocks that the model keeps"
-                    + (f", of which {own} keep their place" if own else ""),
-                    hint=f"give at most {kept - own}",
-                )
-        for option, fewest in (("min_kept", ends), ("kept", ends + 1)):
-            number = getattr(self, option)
-            if number is not None and number < fewest:
-                raise UsageError(
-                    f"{option}={number} is too few with fixed={self.fixed}, by which {ends} blocks "
-                    "keep their place",
-                    hint=f"give at least {fewest}",
-                )
 
     @property
     def selects_by(self) -> OrderMode:
@@ -288,6 +233,7 @@ class Method:
         parameters to the optimiser. Raises `UsageError` if the model has another number of blocks
         than the method keeps.
         """
+        from layershuffle.core.checks.parts import check_position_parts
         from layershuffle.core.losses import positioned_in
         from layershuffle.core.position import add_position
         from layershuffle.core.stack import depth_of, stack_of, wrap
@@ -296,24 +242,14 @@ class Method:
         depth = depth_of(wrap(model))
         if self.blocks is not None and depth != self.kept:
             chosen = self.blocks.draw(depth, seed=self.seed, step=0)
-            raise UsageError(
-                f"The model has {depth} blocks, and this method trains one of {self.kept}",
-                hint=f'first shorten it: layershuffle.models.truncate(model, "{chosen}")',
-            )
+            raise other_depth(depth, self.kept, chosen=chosen)
         _ = drawn_blocks(depth, self.fixed)  # raises where no block is left
         stack_of(model).fixed = self.fixed
         if self.distinct is not None:
             tie(model, distinct=self.distinct)
         positioned = positioned_in(model)
         if positioned is not None:
-            has = {"encode": positioned.encoding, "predict": positioned.prediction}
-            present = [name for name, part in has.items() if part is not None]
-            if present != [name for name in has if name == self.position]:
-                raise UsageError(
-                    f"The model has the position parts {', '.join(present) or 'none'}, and the "
-                    f"method {self.name} trains {self.position}",
-                    hint="continue with the method that trained the model",
-                )
+            check_position_parts(positioned, name=self.name, position=self.position)
             return model
         if self.position == "none":
             return model
@@ -350,10 +286,9 @@ class Method:
         for other answers, such as maps or several labels, `criterion` is a pair of the criterion
         and of `divergence(early, final)`, a mean over the rows.
 
-        `step`,
-        `micro_batch` and `rank` as in `orders`. Raises `UsageError` for a model without the parts
-        that the method trains (`prepare` adds them), and `StackError` where the backbone cannot run
-        along such orders.
+        `step`, `micro_batch` and `rank` as in `orders`. Raises `UsageError` for a model without the
+        parts that the method trains (`prepare` adds them), and `StackError` where the backbone
+        cannot run along such orders.
         """
         from layershuffle.core.stack import depth_of
 

@@ -14,12 +14,19 @@ An order is written as "3,0,2" if every step reads the newest version, as "3+7+0
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import cast
 
+from layershuffle.core.checks.orders import (
+    check_depth,
+    checked_blocks,
+    checked_id,
+    checked_versions,
+    moved_ends,
+    named_end,
+    refuse_what_is_no_order,
+)
 from layershuffle.ground.errors import UsageError
 
 
@@ -37,23 +44,11 @@ class ExecutionOrder:
     versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        given: object = self.blocks
-        if isinstance(given, Set):
-            raise UsageError(
-                f"{given!r} is a set, which has no order", hint="give a list of block ids"
-            )
-        # The class is frozen and has slots, so this is the only way to normalise a field.
-        object.__setattr__(self, "blocks", tuple(map(_plain_integer, self.blocks)))
         check_depth(self.depth)
-        if not self.blocks:
-            raise UsageError(
-                "An execution order needs at least one block, but this one is empty",
-                hint=f'give block ids between 0 and {self.depth - 1}, for example "2,0,1"',
-            )
-        for block in self.blocks:
-            _check_block(block, self.depth)
+        # The class is frozen and has slots, so this is the only way to normalise a field.
+        object.__setattr__(self, "blocks", checked_blocks(self.blocks, self.depth))
         if self.versions is not None:
-            versions = _checked_versions(self.blocks, self.versions)
+            versions = checked_versions(self.blocks, self.versions)
             # Normalised, so that orders with the same computation compare equal and print alike.
             newest = versions == tuple(range(len(versions)))
             object.__setattr__(self, "versions", None if newest else versions)
@@ -70,18 +65,24 @@ class ExecutionOrder:
 
         Raises `UsageError` if a block occurs twice in one round.
         """
-        steps: list[tuple[int, int]] = []
-        for blocks in rounds:
-            start = len(steps)
-            steps += [(block, start) for block in blocks]
-        return cls(tuple(block for block, _ in steps), depth, tuple(v for _, v in steps))
+        blocks: list[int] = []
+        versions: list[int] = []
+        for several in rounds:
+            start = len(blocks)
+            for block in several:
+                blocks.append(block)
+                versions.append(start)
+        return cls(tuple(blocks), depth, tuple(versions))
 
     @classmethod
     def parse(cls, text: str, *, depth: int) -> ExecutionOrder:
         """The order written as `"3,0,2"`, `"3+7+0,5+1"` or `"3,7@0,0@1"`.
 
-        Raises `UsageError` for empty
-        text, words that are not integers, unknown ids and versions that do not exist yet.
+        Raises `UsageError` for empty text, words that are not integers, unknown ids and versions
+        that do not exist yet.
+
+            >>> ExecutionOrder.parse("1+0,2", depth=3).versions
+            (0, 0, 2)
         """
         if not text.strip():
             raise UsageError(
@@ -116,17 +117,20 @@ class ExecutionOrder:
 
     def last_readers(self) -> dict[int, int]:
         """For each version that is read after a newer one exists, the last step that reads it."""
-        return {
-            version: position
-            for position, (_, version) in enumerate(self.steps)
-            if version < position
-        }
+        readers: dict[int, int] = {}
+        for position, (_, version) in enumerate(self.steps):
+            if version < position:
+                readers[version] = position
+        return readers
 
     def common_beginning(self, other: ExecutionOrder) -> int:
         """The number of first steps, with the version that each reads, shared with `other`."""
-        pairs = enumerate(zip(self.steps, other.steps, strict=False))
-        shorter = min(len(self), len(other))
-        return next((count for count, (step, same) in pairs if step != same), shorter)
+        count = 0
+        for step, other_step in zip(self.steps, other.steps, strict=False):
+            if step != other_step:
+                break
+            count += 1
+        return count
 
     def beginning(self, count: int, *, last: int = 0) -> ExecutionOrder:
         """The order of the first `count` steps, and after them of the `last` ones.
@@ -150,20 +154,18 @@ class ExecutionOrder:
             '0,3,1,4'
         """
         first, last = fixed
-        begin, end = range(first), range(self.depth - last, self.depth)
-        ends = sorted({*begin, *end}.intersection(self.blocks))
-        if ends:
-            raise UsageError(
-                f"The order {self} has block {ends[0]}, which keeps its place at an end of the "
-                "model and always runs there",
-                hint=f"name blocks from {first} to {self.depth - last - 1}",
-            )
-        blocks = (*begin, *self.blocks, *end)
+        between = range(first, self.depth - last)
+        for block in sorted(self.blocks):
+            if block not in between:
+                raise named_end(self, block, between=between)
+        blocks = (*range(first), *self.blocks, *range(between.stop, self.depth))
         if self.versions is None:
             return ExecutionOrder(blocks, self.depth)
-        between = (first + version for version in self.versions)
-        after = first + len(self)
-        return ExecutionOrder(blocks, self.depth, (*begin, *between, *range(after, after + last)))
+        versions = list(range(first))
+        for version in self.versions:
+            versions.append(first + version)
+        versions += range(len(versions), len(blocks))
+        return ExecutionOrder(blocks, self.depth, tuple(versions))
 
     def keeps_ends(self, fixed: tuple[int, int]) -> bool:
         """Whether the first and the last blocks of the model run in their place.
@@ -176,11 +178,11 @@ class ExecutionOrder:
         begin = len(self) - last  # of the last blocks
         if begin < first or self.blocks[:first] + self.blocks[begin:] != ends:
             return False
-        alone = all(
-            version == position or first <= version < position < begin
-            for position, (_, version) in enumerate(self.steps)
-        )
-        return alone and set(ends).isdisjoint(self.blocks[first:begin])
+        for position, (_, version) in enumerate(self.steps):
+            alone = version == position
+            if not alone and not first <= version < position < begin:
+                return False
+        return set(ends).isdisjoint(self.blocks[first:begin])
 
     @property
     def has_repeats(self) -> bool:
@@ -196,10 +198,10 @@ class ExecutionOrder:
         rounds = self.rounds
         if rounds is not None:
             return ",".join("+".join(map(str, blocks)) for blocks in rounds)
-        return ",".join(
-            str(block) if version == position else f"{block}@{version}"
-            for position, (block, version) in enumerate(self.steps)
-        )
+        words: list[str] = []
+        for position, (block, version) in enumerate(self.steps):
+            words.append(str(block) if version == position else f"{block}@{version}")
+        return ",".join(words)
 
     def __repr__(self) -> str:
         # The repr names what is unusual about the order, so that logs show it.
@@ -244,107 +246,15 @@ def check_ends(
         return
     for order in orders:
         if not order.keeps_ends(fixed):
-            first, last = fixed
-            places = [f"begin with {','.join(map(str, range(first)))}"] * bool(first)
-            ends = map(str, range(order.depth - last, order.depth))
-            places += [f"end with {','.join(ends)}"] * bool(last)
-            raise UsageError(
-                f"The order {order} does not keep the ends of the model, fixed=({first}, {last}): "
-                f"it has to {' and to '.join(places)}, each once and alone",
-                hint=hint
-                or f"draw orders with Shuffled(fixed=({first}, {last})), or run any order all "
-                "the same: fixed=(0, 0), --fixed 0,0",
-            )
-
-
-def checked_fixed(fixed: Sequence[int]) -> tuple[int, int]:
-    """`fixed` as a pair. Raises `UsageError` unless it is two numbers of blocks."""
-    # A list is accepted because JSON and YAML have no tuples.
-    parts = tuple(fixed) if isinstance(fixed, tuple | list) else ()
-    if len(parts) == 2 and all(is_integer(part) and part >= 0 for part in parts):
-        return parts[0], parts[1]
-    raise UsageError(
-        f"fixed must be (first, last), two numbers of blocks from 0, got {fixed!r}",
-        hint="fixed=(1, 1) keeps the first and the last block in their place",
-    )
-
-
-def check_depth(depth: object) -> None:
-    """Raises `UsageError` unless `depth` is a number of blocks; a model is a usual mistake."""
-    if not is_integer(depth) or depth < 1:
-        raise UsageError(
-            f"depth must be an integer of at least 1, got {repr(depth).partition('(')[0]}",
-            hint="layershuffle.depth_of(model) is that of a model",
-        )
-
-
-def _check_block(block: int, depth: int) -> None:
-    if not is_integer(block) or not 0 <= block < depth:
-        raise UsageError(
-            f"{block!r} is not a block of this model", hint=f"its blocks are 0 to {depth - 1}"
-        )
-
-
-def _checked_versions(blocks: tuple[int, ...], versions: Iterable[Any]) -> tuple[int, ...]:
-    versions = tuple(map(_plain_integer, versions))
-    if len(versions) != len(blocks):
-        raise UsageError(f"{len(versions)} versions were given for {len(blocks)} steps of an order")
-    ran: set[tuple[int, int]] = set()
-    for position, step in enumerate(zip(blocks, versions, strict=True)):
-        block, version = step
-        if not is_integer(version) or not 0 <= version <= position:
-            raise UsageError(
-                f"Block {block} at position {position} reads version {version!r} of the state, "
-                "which does not exist yet",
-                hint=f"version k is the state after k steps: give 0 to {position}",
-            )
-        # Its residual would be added twice without a second computation.
-        if step in ran:
-            raise UsageError(
-                f"Block {block} runs twice on version {version} of the state",
-                hint="let it run again on a later version, in another round",
-            )
-        ran.add(step)
-    return versions
+            raise moved_ends(order, order.depth, fixed=fixed, hint=hint)
 
 
 def _parse_steps(word: str, text: str, *, position: int) -> list[tuple[int, int]]:
     """The steps (block, version) that a word such as "3", "3+7+0" or "3@0" denotes."""
     if "+" in word:
-        return [(_parse_id(part, text), position) for part in word.split("+")]
+        return [(checked_id(part, text), position) for part in word.split("+")]
     block, at, version = word.partition("@")
-    return [(_parse_id(block, text), _parse_id(version, text) if at else position)]
-
-
-def _parse_id(word: str, text: str) -> int:
-    # int() alone would also accept "1_0"; no id has more than nine digits.
-    if not re.fullmatch(r"-?[0-9]{1,9}", word.strip()):
-        raise UsageError(
-            f"{word.strip()!r} in the execution order {text!r} is not a block id",
-            hint='write integers with commas between them, for example "3,0,2", or with "+" '
-            "between blocks side by side",
-        )
-    return int(word)
-
-
-def _plain_integer(value: Any) -> Any:
-    """Convert integers of numpy or torch to Python's, for JSON and messages; keep other values."""
-    if isinstance(value, bool):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        return value
-
-
-def is_integer(value: object) -> TypeGuard[int]:
-    """Whether `value` is an integer but not a bool, because True and False are not block ids."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _are_ids_as_text(order: Sequence[object]) -> bool:
-    """Whether all entries are the text of a single block id, as in ["2", "0", "1"]."""
-    return bool(order) and all(isinstance(own, str) and own.strip().isdigit() for own in order)
+    return [(checked_id(block, text), checked_id(version, text) if at else position)]
 
 
 def orders_of(order: object, depth: int) -> ExecutionOrder | tuple[ExecutionOrder, ...]:
@@ -354,26 +264,9 @@ def orders_of(order: object, depth: int) -> ExecutionOrder | tuple[ExecutionOrde
     """
     if isinstance(order, ExecutionOrder | str):  # first, as it is quick and usual
         return order_of(order, depth)
-    if hasattr(order, "draw"):
-        raise UsageError(
-            f"{order!r} is an order policy, which draws orders but is not an order itself",
-            hint="pass an order that it draws to running(model, order): "
-            "policy.draw(layershuffle.depth_of(model), seed=0, step=0)",
-        )
-    if not isinstance(order, Iterable):
-        raise UsageError(
-            f"{order!r} is not an execution order",
-            hint="pass block ids (running(model, '3,0,2')), or omit running: then the blocks run "
-            "in sequential order",
-        )
-    if isinstance(order, Sequence) and _are_ids_as_text(order):
-        listed = ",".join(order)
-        alone = ", ".join(f"[{block}]" for block in order)
-        raise UsageError(
-            f"{order!r} may be an order of block ids, or one order of a single block per sample",
-            hint=f'write "{listed}" for the first and [{alone}] for the second',
-        )
-    per_sample = isinstance(order, Sequence) and isinstance(
-        next(iter(order), 0), ExecutionOrder | Sequence
-    )
-    return tuple(order_of(own, depth) for own in order) if per_sample else order_of(order, depth)
+    refuse_what_is_no_order(order)
+    several = cast(Iterable[int], order)
+    # An iterator is one order: to look at its first value would take it out.
+    if isinstance(order, Sequence) and order and isinstance(order[0], ExecutionOrder | Sequence):
+        return tuple(order_of(own, depth) for own in order)
+    return order_of(several, depth)

@@ -22,19 +22,26 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from math import comb
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
-from layershuffle.core.draws import Stream
-from layershuffle.core.orders import (
-    ExecutionOrder,
-    check_depth,
-    checked_fixed,
-    is_integer,
-    order_of,
+from layershuffle.core.checks.orders import check_depth, checked_fixed
+from layershuffle.core.checks.policies import (
+    check_kept,
+    check_kept_count,
+    check_probability,
+    check_random_count,
+    check_sequential_every,
+    checked_parallel,
+    checked_range,
+    no_block_between,
+    passes_without_count,
+    unknown_mode,
 )
+from layershuffle.core.draws import Stream
+from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.ground.errors import UsageError
-from layershuffle.ground.text import did_you_mean
 
 OrderMode = Literal["sequential", "arbitrary"]
 Choice = Literal["random", "spaced", "first", "last"]
@@ -119,14 +126,9 @@ class _TrainingPolicy(_Policy):
     fixed: tuple[int, int] = field(default=(0, 0), kw_only=True)
 
     def __post_init__(self) -> None:
-        every = self.sequential_every
-        if every is not None and (not is_integer(every) or every < 2):
-            raise UsageError(
-                f"sequential_every must be an integer of at least 2, got {every!r}",
-                hint="sequential_every=4; Sequential() draws only the sequential order",
-            )
+        check_sequential_every(self.sequential_every)
         # The class is frozen; a list becomes a tuple so that the policy can be hashed.
-        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
+        object.__setattr__(self, "parallel", checked_parallel(self.parallel))
         object.__setattr__(self, "fixed", checked_fixed(self.fixed))
 
     def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
@@ -156,7 +158,7 @@ class Sequential(_TrainingPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "depth", _checked_range(self.depth))
+        object.__setattr__(self, "depth", checked_range(self.depth))
 
     def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
         if self.depth is None:
@@ -184,8 +186,8 @@ class Shuffled(_TrainingPolicy):
         if self.drop is not None and self.depth is not None:
             raise UsageError("Shuffled takes drop= or depth=, not both")
         if self.drop is not None:
-            _check_probability(self.drop)
-        object.__setattr__(self, "depth", _checked_range(self.depth))
+            check_probability(self.drop)
+        object.__setattr__(self, "depth", checked_range(self.depth))
 
     def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
         blocks = stream.shuffled(drawn)
@@ -209,7 +211,7 @@ class LayerDrop(_TrainingPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_probability(self.p)
+        check_probability(self.p)
 
     def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
         return _survivors(drawn, self.p, stream)
@@ -234,25 +236,14 @@ class Kept(_Policy):
     fixed: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        if not is_integer(self.k):
-            raise UsageError(f"k must be an integer, got {self.k!r}", hint="Kept(9)")
-        _check_word("order", self.order, ("sequential", "arbitrary"))
-        _check_word("choose", self.choose, ("random", "spaced", "first", "last"))
-        if not is_integer(self.passes) or self.passes < 1:
-            raise UsageError(f"passes must be an integer of at least 1, got {self.passes!r}")
-        object.__setattr__(self, "parallel", _checked_parallel(self.parallel))
+        check_kept(self.k, order=self.order, choose=self.choose, passes=self.passes)
+        object.__setattr__(self, "parallel", checked_parallel(self.parallel))
         object.__setattr__(self, "fixed", checked_fixed(self.fixed))
 
     def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
         del turn
-        drawn, fewest = drawn_blocks(depth, self.fixed), max(1, sum(self.fixed))
-        if not fewest <= self.k <= depth:
-            ends = f", of which {fewest} keep their place" if any(self.fixed) else ""
-            raise UsageError(
-                f"Cannot keep {self.k} blocks of a model with {depth}{ends}",
-                hint=f"choose a number between {fewest} and {depth}"
-                + (", or draw all blocks: fixed=(0, 0), --fixed 0,0" if ends else ""),
-            )
+        drawn = drawn_blocks(depth, self.fixed)
+        check_kept_count(self.k, depth, fixed=self.fixed)
         # One shuffle serves both draws: its first k places are a uniform ordered subset, so the
         # orders of k = 12, 9, 6, 3 at one (seed, step) are prefixes of each other and share work.
         shuffled = stream.shuffled(drawn)
@@ -330,10 +321,10 @@ def _in_rounds(
 ) -> ExecutionOrder:
     """The passes one after the other, between the ends, in rounds whose sizes are drawn after
     everything else."""
-    first, last = range(fixed[0]), range(depth - fixed[1], depth)
+    first = range(fixed[0])
+    last = range(depth - fixed[1], depth)
     if parallel is None:
-        drawn = tuple(block for blocks in passes for block in blocks)
-        return ExecutionOrder((*first, *drawn, *last), depth)
+        return ExecutionOrder((*first, *chain.from_iterable(passes), *last), depth)
     low, high = parallel
     rounds: list[Sequence[int]] = [(block,) for block in first]
     for blocks in passes:
@@ -353,16 +344,10 @@ def _kept_of(
 
     The limits count the `ends`, too, which run beside them.
     """
-    depth, fewest = len(blocks) + ends, max(1, ends)
-    low, high = limits[0], depth if limits[1] is None else limits[1]
-    if not fewest <= low <= high <= depth:
-        which = f"a model with {depth}"
-        if ends:
-            which += f" of which {ends} keep their place"
-        raise UsageError(
-            f"A random number of blocks between {low} and {high} does not fit {which}",
-            hint=f"choose {fewest} <= low <= high <= {depth}, or leave high out for all blocks",
-        )
+    depth = len(blocks) + ends
+    low, most = limits
+    high = depth if most is None else most
+    check_random_count(low, high, depth=depth, ends=ends)
     return blocks[: low - ends + stream.below(high - low + 1)]
 
 
@@ -370,55 +355,10 @@ def drawn_blocks(depth: int, fixed: tuple[int, int]) -> range:
     """The blocks between the ends `fixed`, which policies draw. Raises `UsageError` if none is."""
     first, last = fixed
     if first + last >= depth:
-        raise UsageError(
-            f"fixed=({first}, {last}) leaves no block to draw of a model with {depth}",
-            hint=f"let at most {depth - 1} blocks keep their place",
-        )
+        raise no_block_between(fixed, depth)
     return range(first, depth - last)
 
 
-def _checked_range(limits: Sequence[int | None] | None) -> tuple[int, int | None] | None:
-    if limits is None:
-        return None
-    # A list is accepted because JSON and YAML have no tuples.
-    parts = tuple(limits) if isinstance(limits, tuple | list) else ()
-    if len(parts) == 2 and is_integer(parts[0]) and (parts[1] is None or is_integer(parts[1])):
-        return parts[0], parts[1]
-    raise UsageError(
-        f"depth must be (low, high), got {limits!r}", hint="depth=(3, None) is 3 to all"
-    )
-
-
-def _checked_parallel(limits: Sequence[int] | None) -> tuple[int, int] | None:
-    if limits is None:
-        return None
-    # A list is accepted because JSON and YAML have no tuples.
-    parts = tuple(limits) if isinstance(limits, tuple | list) else ()
-    if len(parts) == 2 and all(map(is_integer, parts)) and 1 <= parts[0] <= parts[1]:
-        return parts[0], parts[1]
-    raise UsageError(
-        f"parallel must be (low, high) with 1 <= low <= high, got {limits!r}",
-        hint="parallel=(1, 4) is one to four blocks side by side",
-    )
-
-
-def _check_probability(p: float) -> None:
-    number = isinstance(p, int | float) and not isinstance(p, bool)
-    if not number or not 0.0 <= p < 1.0:
-        raise UsageError(f"A drop probability must be in [0, 1), got {p}", hint="0.2 is usual")
-
-
-def _check_word(field: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(
-            f"{field}={value!r} is not an option of Kept", hint=f"one of {', '.join(allowed)}"
-        )
-
-
-_FORMS = (
-    "sequential, arbitrary, kept:9, kept:9:arbitrary, kept:9:sequential:spaced, "
-    "kept:1-11:arbitrary, arbitrary:parallel=3, kept:6:arbitrary:passes=2"
-)
 _OPTION = re.compile(r"(parallel|passes)=([1-9][0-9]{0,5})")
 _RANGE = re.compile(r"kept:(\d+)-(\d+)((?::.*)?)")
 
@@ -504,29 +444,25 @@ def parse_modes(text: str) -> tuple[Mode, ...]:
 
 
 def _parse_mode(text: str) -> Mode:
-    words, counts = text.split(":"), {"parallel": 1, "passes": 1}
+    words = text.split(":")
+    counts = {"parallel": 1, "passes": 1}
     named: list[str] = []
     # The options stand last, in any order, each once.
     while words and (option := _OPTION.fullmatch(words[-1])) and option[1] not in named:
         named.append(option[1])
         counts[option[1]] = int(option[2])
         words.pop()
-    parallel, passes = counts["parallel"], counts["passes"]
+    parallel = counts["parallel"]
+    passes = counts["passes"]
     if words in (["sequential"], ["arbitrary"]):
         if passes > 1:
-            raise UsageError(
-                f"{text!r} does not say how many blocks run again",
-                hint="kept:K:ORDER:passes=2, where K may be the number of all blocks",
-            )
+            raise passes_without_count(text)
         return Mode(order=cast(OrderMode, words[0]), parallel=parallel)
     name, *options = words or [""]
     if name != "kept" or not 1 <= len(options) <= 3 or not options[0].isdecimal():
-        choices = ("sequential", "arbitrary", ":".join(["kept", *(options or ["9"])]))
-        hint = did_you_mean(":".join(words), choices, otherwise=f"modes are {_FORMS}")
-        if words == ["shuffled"]:
-            hint = "did you mean 'arbitrary'?"
-        raise UsageError(f"{text!r} is not an evaluation mode", hint=hint)
-    order, choose = [*options[1:], *("sequential", "random")[len(options) - 1 :]]
+        raise unknown_mode(text, words)
+    order = options[1] if len(options) > 1 else "sequential"
+    choose = options[2] if len(options) > 2 else "random"
     # Kept itself checks the words, so that there is one list of them.
     policy = Kept(int(options[0]), order=cast(OrderMode, order), choose=cast(Choice, choose))
     return Mode(

@@ -19,11 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from layershuffle.core.checks.position import (
+    check_guessed,
+    check_position,
+    missing_class_token,
+    missing_prediction,
+    unknown_width,
+)
 from layershuffle.core.hooks import Step, begins_forward
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
 from layershuffle.core.stack import depth_of, stack_of, with_hooks, wrap
 from layershuffle.core.tensors import to_device
-from layershuffle.ground.errors import StackError, UsageError
 
 _LATE_CLASS_TOKEN = ("cls_attn_blocks", "blocks_token_only")  # XCiT, CaiT
 _WIDTH_NAMES = ("embed_dim", "hidden_dim", "hidden_size", "num_features")
@@ -59,7 +65,7 @@ class PositionEncoding(nn.Module):
 
     def before(self, state: Tensor, step: Step) -> Tensor:
         """`state` `[batch, tokens, width]` with the position added; same shape."""
-        _check_position(step, self.table.shape[-2], "encoding")
+        check_position(step, self.table.shape[-2], part="encoding")
         place = (step.position,) if self.table.dim() == 2 else (step.block, step.position)
         # Under autocast the state may be bf16 while the table stays in fp32.
         embedding = self.table[place].to(state.dtype).expand(*state.shape[:-1], -1)
@@ -119,12 +125,11 @@ class Guesses:
         """
         if step.early:
             return
-        _check_position(step, len(self.prediction.norms), "prediction")
+        check_position(step, len(self.prediction.norms), part="prediction")
         logits = self.prediction(state, step.block)
         if not step.replay:
-            self.items.append(
-                PositionGuess(step, logits.float())
-            )  # in fp32, because the loss is a sum of many
+            # In fp32, because the loss is a sum of many.
+            self.items.append(PositionGuess(step, logits.float()))
 
     def loss(self) -> Tensor:
         """Cross-entropy of the true positions: mean over samples, sum or mean over positions.
@@ -135,9 +140,13 @@ class Guesses:
 
     def accuracy(self) -> float:
         """Percentage of (sample, position) pairs guessed correctly; raises as `loss` does."""
-        _check_guessed(self.items)
-        right = sum(int((g.logits.argmax(-1) == g.step.position).sum()) for g in self.items)
-        return 100.0 * right / sum(len(g.logits) for g in self.items)
+        check_guessed(self.items)
+        right = 0
+        rows = 0
+        for guess in self.items:
+            right += int((guess.logits.argmax(-1) == guess.step.position).sum())
+            rows += len(guess.logits)
+        return 100.0 * right / rows
 
 
 def position_loss(guesses: Sequence[PositionGuess], form: PredictionForm) -> Tensor:
@@ -146,10 +155,14 @@ def position_loss(guesses: Sequence[PositionGuess], form: PredictionForm) -> Ten
     It is the mean over samples of the sum (or mean) over the positions of the sample, so that with
     an order per sample, of any length, every sample counts as if it had run alone.
     """
-    _check_guessed(guesses)
+    check_guessed(guesses)
     # The number of positions of each sample, which may differ with an order per sample.
-    runs = Counter(row for guess in guesses for row in _samples(guess))
-    losses = [(_losses(guess) * _share(guess, runs, form)).sum() for guess in guesses]
+    runs: Counter[int] = Counter()
+    for guess in guesses:
+        runs.update(_samples(guess))
+    losses: list[Tensor] = []
+    for guess in guesses:
+        losses.append((_losses(guess) * _share(guess, runs, form)).sum())
     return form.weight * torch.stack(losses).sum() / len(runs)
 
 
@@ -172,22 +185,6 @@ def _share(guess: PositionGuess, runs: Mapping[int, int], form: PredictionForm) 
         return 1.0 / counts[0]  # the usual case: no tensor, so no copy to the GPU
     shares = torch.tensor(counts, dtype=guess.logits.dtype).reciprocal()
     return to_device(shares, guess.logits.device)
-
-
-def _check_guessed(guesses: Sequence[PositionGuess]) -> None:
-    if not guesses:
-        raise UsageError(
-            "No position was predicted",
-            hint="first call the model inside `with model.guessing() as guesses:`",
-        )
-
-
-def _check_position(step: Step, depth: int, part: str) -> None:
-    if step.position >= depth:
-        raise UsageError(
-            f"The position {part} has {depth} positions, but the order is longer",
-            hint="use an order no longer than the model's depth",
-        )
 
 
 class PositionedModel(nn.Module):
@@ -217,9 +214,7 @@ class PositionedModel(nn.Module):
     def guessing(self) -> Iterator[Guesses]:
         """Collect the position guesses of the last forward; `UsageError` without prediction."""
         if self.prediction is None:
-            raise UsageError(
-                "This model has no position prediction", hint="add_position(model, prediction=...)"
-            )
+            raise missing_prediction()
         guesses = Guesses(self.prediction)
         with with_hooks(self.backbone, guesses):
             yield guesses
@@ -237,20 +232,18 @@ def add_position(
     Raises `StackError` if the model's blocks or its width cannot be found,
     `UsageError` for class-token pooling without a class token.
     """
-    depth, width = depth_of(wrap(model)), width_of(model)
+    depth = depth_of(wrap(model))
+    width = width_of(model)
     if prediction is not None and prediction.pooling == "class" and not has_class_token(model):
-        raise UsageError(
-            f"{type(model).__name__} has no class token between its blocks to predict from",
-            hint='use pooling="mean" (--prediction.pooling mean)',
-        )
-    positioned = PositionedModel(
-        model,
-        encoding=PositionEncoding(depth, width, form=encoding, seed=seed) if encoding else None,
-        prediction=(
-            # Another seed, because with one seed both parts would begin with the same numbers.
-            PositionPrediction(depth, width, form=prediction, seed=seed + 1) if prediction else None
-        ),
-    )
+        raise missing_class_token(model)
+    encoder = None
+    if encoding is not None:
+        encoder = PositionEncoding(depth, width, form=encoding, seed=seed)
+    predictor = None
+    if prediction is not None:
+        # Another seed, because with one seed both parts would begin with the same numbers.
+        predictor = PositionPrediction(depth, width, form=prediction, seed=seed + 1)
+    positioned = PositionedModel(model, encoding=encoder, prediction=predictor)
     # The new parts take the device and the dtype of the backbone.
     reference = next(model.parameters())
     return positioned.to(reference.device, reference.dtype)
@@ -266,10 +259,7 @@ def width_of(model: nn.Module) -> int:
                 value = getattr(place, name, None)
                 if isinstance(value, int):
                     return value
-    raise StackError(
-        f"The width of {type(model).__name__} is unknown",
-        hint=f"set one of the attributes {', '.join(_WIDTH_NAMES)}",
-    )
+    raise unknown_width(model, _WIDTH_NAMES)
 
 
 def has_class_token(model: nn.Module) -> bool:
@@ -279,10 +269,16 @@ def has_class_token(model: nn.Module) -> bool:
     separate blocks); models of transformers and torchvision have a parameter of that name.
     """
     owners = _around_the_stack(model)
-    if any(hasattr(owner, name) for owner in owners for name in _LATE_CLASS_TOKEN):
-        return False
-    if any(type(owner).__module__.startswith("timm.") for owner in owners):
-        return any(getattr(owner, "num_prefix_tokens", 0) > 0 for owner in owners)
+    is_of_timm = False
+    has_prefix = False
+    for owner in owners:
+        for name in _LATE_CLASS_TOKEN:
+            if hasattr(owner, name):
+                return False
+        is_of_timm = is_of_timm or type(owner).__module__.startswith("timm.")
+        has_prefix = has_prefix or getattr(owner, "num_prefix_tokens", 0) > 0
+    if is_of_timm:
+        return has_prefix
     return any(name.endswith(("cls_token", "class_token")) for name, _ in model.named_parameters())
 
 
@@ -300,7 +296,8 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 def _initialise_linear(module: nn.Module, generator: torch.Generator, law: str) -> None:
     """`law`: "default" (torch's for Linear: uniform, +-1/sqrt(inputs)), "normal" or "zero"."""
-    weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
+    weight = module.get_parameter("weight")
+    bias = module.get_parameter("bias")
     nn.init.zeros_(bias)
     if law == "default":
         bound = 1.0 / math.sqrt(weight.shape[1])

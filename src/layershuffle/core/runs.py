@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -121,7 +122,10 @@ class RunChange:
         # A generator may be closed in another thread or task than the one it began in. The context
         # there cannot be reached, so the change itself is marked as over.
         self.over = self not in _CHANGES.get()
-        _CHANGES.set(tuple([other for other in _current_changes() if other is not self]))
+        others = list(_current_changes())
+        if not self.over:
+            others.remove(self)
+        _CHANGES.set(tuple(others))
 
 
 _CHANGES: ContextVar[tuple[RunChange, ...]] = ContextVar("layershuffle_changes", default=())
@@ -129,11 +133,15 @@ _CHANGES: ContextVar[tuple[RunChange, ...]] = ContextVar("layershuffle_changes",
 
 def run_of(stack: nn.Module) -> Run:
     """The `Run` of `stack` in this context; the object `PLAIN` if nothing is set."""
-    changes = [change for change in _current_changes() if change.stack is stack]
-    if not changes:
-        return PLAIN
-    hooks = tuple(hook for change in changes for hook in change.hooks)
-    return Run(hooks=hooks, **{k: v for change in changes for k, v in change.settings.items()})
+    hooks: list[BlockHook] = []
+    settings: dict[str, Any] = {}
+    is_changed = False
+    for change in _current_changes():
+        if change.stack is stack:
+            hooks += change.hooks
+            settings |= change.settings
+            is_changed = True
+    return Run(hooks=tuple(hooks), **settings) if is_changed else PLAIN
 
 
 def changed_stacks() -> set[nn.Module]:
@@ -148,9 +156,14 @@ def _current_changes() -> tuple[RunChange, ...]:
 
 def holders(module: nn.Module, stack: nn.Module) -> list[nn.Module]:
     """`module` and the modules in it that contain `stack`, whose calls run it."""
-    children = [child for _, child in module.named_children()]
-    inner = [h for child in children if child is not stack for h in holders(child, stack)]
-    return [module, *inner] if inner or stack in children else []
+    inner: list[nn.Module] = []
+    holds = False
+    for _, child in module.named_children():
+        if child is stack:
+            holds = True
+        else:
+            inner += holders(child, stack)
+    return [module, *inner] if inner or holds else []
 
 
 @dataclass
@@ -172,7 +185,8 @@ def in_eval(*models: nn.Module) -> Iterator[None]:
     Where several threads do so at a time, the last one to leave restores the modes that the first
     one found.
     """
-    modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+    # Each once, although models may share parts.
+    modules = list(dict.fromkeys(chain.from_iterable(model.modules() for model in models)))
     with _SETTING_MODES:
         for module in modules:
             mode = _MODES.setdefault(module, _ModeBefore(module.training))

@@ -25,25 +25,24 @@ from torch import nn
 
 from layershuffle.core.checks.blocks import other_count
 from layershuffle.core.checks.calls import (
+    check_exit,
     count_samples,
+    lost_rows,
     refuse_cache,
     refuse_hidden_states,
+    refuse_labels,
     stack_use_check,
+    untried_call,
     watched_calls,
 )
 from layershuffle.core.checks.forwards_noted import note_forward, say_batch_norm, share_notes
+from layershuffle.core.checks.orders import checked_fixed
 from layershuffle.core.checks.rounds import refuse_rounds
 from layershuffle.core.checks.sharing import sample_axes
 from layershuffle.core.discovery import find_blocks
 from layershuffle.core.entries import Axes, Shared, order_entries, sample_entries
 from layershuffle.core.hooks import BlockHook, Tap
-from layershuffle.core.orders import (
-    ExecutionOrder,
-    check_ends,
-    checked_fixed,
-    is_integer,
-    orders_of,
-)
+from layershuffle.core.orders import ExecutionOrder, check_ends, orders_of
 from layershuffle.core.runs import (
     PLAIN,
     Run,
@@ -55,7 +54,7 @@ from layershuffle.core.runs import (
 )
 from layershuffle.core.tensors import Logits, logits_of
 from layershuffle.core.torch_private import is_replica, parts_by_name
-from layershuffle.ground.errors import StackError, UsageError
+from layershuffle.ground.errors import StackError
 
 _log = logging.getLogger("layershuffle")
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -328,12 +327,8 @@ class _Samples:
         self._several = isinstance(orders, tuple)
         each = orders if isinstance(orders, tuple) else (orders,)
         longest = max(map(len, each))
-        if exit_after is not None and (
-            not is_integer(exit_after) or not 1 <= exit_after <= longest
-        ):
-            raise UsageError(
-                f"exit_after must be in [1, {longest}] for these orders, got {exit_after!r}"
-            )
+        if exit_after is not None:
+            check_exit(exit_after, longest=longest)
         self._stack = stack
         self._orders = each
         self._exit = exit_after
@@ -349,11 +344,7 @@ class _Samples:
         """The entries for the backbone."""
         # A replay by gradient checkpointing comes after the call, and is as the call was.
         if self._axes is None or not (self._calls or in_backward()):
-            raise StackError(
-                "An order per sample, and an exit, need a call of the model itself: whether its "
-                "blocks allow that cannot be tried in a compiled graph or in another method",
-                hint="call model(images), and compile its blocks instead of the whole model",
-            )
+            raise untried_call()
         return sample_entries(
             self._stack.blocks,
             self._orders,
@@ -390,12 +381,8 @@ class _Samples:
         refuse_hidden_states(module, kwargs, what="an order per sample")
         if any(order.has_repeats for order in set(self._orders)):
             refuse_cache(module, kwargs)
-        if self._exit is not None and kwargs.get("labels") is not None:
-            raise UsageError(
-                f"{type(module).__name__} cannot compute a loss from labels under exit_after: its "
-                "output has twice as many rows as there are labels",
-                hint="leave out labels, and compute both losses from the pair that it returns",
-            )
+        if self._exit is not None:
+            refuse_labels(module, kwargs)
         if self._calls > 1:  # only the outermost call is tried; the calls inside follow from it
             return
         samples = count_samples((args, kwargs))
@@ -432,12 +419,7 @@ class _Samples:
             return None
         logits = logits_of(output, module) if self._logits is None else self._logits(output)
         if len(logits) != 2 * len(self._orders):
-            raise StackError(
-                f"The head of {type(module).__name__} returned {len(logits)} rows for "
-                f"{2 * len(self._orders)} states, so the answers at the exit cannot be separated "
-                "from the others",
-                hint="let it take the number of samples from its input, not from the images",
-            )
+            raise lost_rows(module, len(logits), states=2 * len(self._orders))
         return logits.chunk(2)
 
 

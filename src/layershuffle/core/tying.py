@@ -8,11 +8,11 @@ are equal, but further training changes every place separately.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.stack import blocks_of, fixed_of, wrap
@@ -48,16 +48,17 @@ def tie(
             f"The model has {len(stack)} places; {list(blocks)} does not name a block for each"
         )
     # Collected before any is replaced, because a block may both give weights and get others.
-    tensors = [{**dict(block.named_parameters()), **dict(block.named_buffers())} for block in stack]
-    shapes = [{name: tensor.shape for name, tensor in own.items()} for own in tensors]
-    for place, block in enumerate(blocks):
-        if shapes[place] != shapes[block]:
+    tensors: list[dict[str, Tensor]] = []
+    for block in stack:
+        tensors.append({**dict(block.named_parameters()), **dict(block.named_buffers())})
+    for place, source in enumerate(blocks):
+        if _shapes(tensors[place]) != _shapes(tensors[source]):
             raise UsageError(
-                f"Place {place} cannot have the weights of block {block}: their shapes differ"
+                f"Place {place} cannot have the weights of block {source}: their shapes differ"
             )
         for path in tensors[place]:
             parent, _, name = path.rpartition(".")
-            setattr(stack[place].get_submodule(parent), name, tensors[block][path])
+            setattr(stack[place].get_submodule(parent), name, tensors[source][path])
     return model
 
 
@@ -67,33 +68,44 @@ def places_tied(blocks: Iterable[nn.Module]) -> tuple[int, ...] | None:
     Places that share only some weights count as different: `load` does not tie them again.
     """
     stack = list(blocks)
-    places = tuple(
-        next(first for first, other in enumerate(stack) if _is_same(block, other))
-        for block in stack
-    )
-    return None if places == tuple(range(len(stack))) else places
+    places: list[int] = []
+    for block in stack:
+        first = 0
+        while not _is_same(block, stack[first]):
+            first += 1
+        places.append(first)
+    return None if places == list(range(len(stack))) else tuple(places)
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def share_weights(blocks: Iterable[nn.Module]) -> bool:
     """Whether a parameter belongs to several blocks."""
-    owned = [{id(parameter) for parameter in block.parameters()} for block in blocks]
-    return sum(map(len, owned)) > len(set().union(*owned))
+    owners: Counter[int] = Counter()
+    for block in blocks:
+        owners.update(set(map(id, block.parameters())))
+    return any(count > 1 for count in owners.values())
 
 
 def _is_same(block: nn.Module, other: nn.Module) -> bool:
     """Whether both are the same module, or share all parameters and have equal buffers."""
     if block is other:
         return True
-    weights, others = dict(block.named_parameters()), dict(other.named_parameters())
-    if not weights or {n: id(p) for n, p in weights.items()} != {
-        n: id(p) for n, p in others.items()
-    }:
+    weights = dict(block.named_parameters())
+    others = dict(other.named_parameters())
+    if not weights or weights.keys() != others.keys():
         return False
+    for name, weight in weights.items():
+        if weight is not others[name]:
+            return False
     # `Module.to` keeps parameters shared, but creates separate buffers for every place.
-    buffers, copies = dict(block.named_buffers()), dict(other.named_buffers())
-    return buffers.keys() == copies.keys() and all(
-        torch.equal(buffer, copies[name]) for name, buffer in buffers.items()
-    )
+    buffers = dict(block.named_buffers())
+    copies = dict(other.named_buffers())
+    if buffers.keys() != copies.keys():
+        return False
+    return all(torch.equal(buffer, copies[name]) for name, buffer in buffers.items())
 
 
 def middle_blocks(distinct: int, depth: int) -> tuple[int, ...]:
@@ -107,6 +119,9 @@ def middle_blocks(distinct: int, depth: int) -> tuple[int, ...]:
             f"A model with {depth} blocks cannot have {distinct} different ones",
             hint=f"choose a number between 1 and {depth}",
         )
-    ends = [run * depth // distinct for run in range(distinct + 1)]
-    runs = pairwise(ends)
-    return tuple((begin + end - 1) // 2 for begin, end in runs for _ in range(begin, end))
+    blocks: list[int] = []
+    for run in range(distinct):
+        begin = run * depth // distinct
+        end = (run + 1) * depth // distinct
+        blocks += [(begin + end - 1) // 2] * (end - begin)
+    return tuple(blocks)

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from layershuffle.core.orders import ExecutionOrder, checked_fixed, order_of
+from layershuffle.core.checks.orders import checked_fixed
+from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.policies import parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import depth_of, fixed_of, running

@@ -56,19 +56,24 @@ def refuse_stages(
     """
     kind = type(next(model.get_submodule(path).children()))
     listed = list(candidates)
-    by_path = {p: m for p, m in listed if type(next(m.children())) is kind}
-    others = [p for p in by_path if p != path and not p.startswith(path + ".")]
+    places: list[str] = []
+    others: list[str] = []
+    for place, container in listed:
+        if type(next(container.children())) is kind:
+            places.append(place)
+            if place != path and not place.startswith(path + "."):
+                others.append(place)
     if others:
-        alike = []
+        alike: list[str] = []
         for candidate, container in listed:
             if not any(_difference(first, second, ()) for first, second in _pairs(container)):
                 alike.append(candidate)
         # Rather blocks of another class: the stages may be a convolutional stem before them.
-        alike.sort(key=lambda candidate: candidate in by_path)
+        alike.sort(key=lambda candidate: candidate in places)
         tower = next(iter(alike), None)
         raise StackError(
-            f"The {kind.__name__} blocks of {type(model).__name__} stand in {len(by_path)} places "
-            f"({', '.join(by_path)}), not in one stack",
+            f"The {kind.__name__} blocks of {type(model).__name__} stand in {len(places)} places "
+            f"({', '.join(places)}), not in one stack",
             place=path,
             hint=ISOTROPIC
             if tower is None
@@ -93,9 +98,11 @@ def refuse_inputs_by_position(model: nn.Module, path: str) -> None:
 def _difference(first: nn.Module, second: nn.Module, may_differ: Collection[str]) -> str | None:
     if type(first) is not type(second):
         return f"{type(first).__name__} and {type(second).__name__}"
-    shapes = [{name: tuple(p.shape) for name, p in b.named_parameters()} for b in (first, second)]
-    for name in sorted(shapes[0].keys() | shapes[1].keys()):
-        here, there = (shape.get(name) for shape in shapes)
+    shapes = _shapes_by_name(first)
+    others = _shapes_by_name(second)
+    for name in sorted(shapes.keys() | others.keys()):
+        here = shapes.get(name)
+        there = others.get(name)
         if here != there:
             return f"parameter {name} is {_shape(here)} in one and {_shape(there)} in the other"
     return _setting_difference(first, second, may_differ)
@@ -104,9 +111,11 @@ def _difference(first: nn.Module, second: nn.Module, may_differ: Collection[str]
 def _setting_difference(
     first: nn.Module, second: nn.Module, may_differ: Collection[str]
 ) -> str | None:
-    settings = [dict(_settings(block, may_differ)) for block in (first, second)]
-    for name in sorted(settings[0].keys() | settings[1].keys()):
-        here, there = (values.get(name) for values in settings)
+    settings = dict(_settings(first, may_differ))
+    others = dict(_settings(second, may_differ))
+    for name in sorted(settings.keys() | others.keys()):
+        here = settings.get(name)
+        there = others.get(name)
         if here != there:
             return f"{name} is {here!r} in one and {there!r} in the other"
     return None
@@ -128,7 +137,7 @@ def _settings(block: nn.Module, may_differ: Collection[str]) -> Iterator[tuple[s
 def _is_plain(value: object) -> bool:
     """Whether `value` is a number, a word, or made of such in lists, tuples, sets and mappings."""
     if isinstance(value, dict):
-        return all(_is_plain(part) for item in value.items() for part in item)
+        return all(map(_is_plain, (*value.keys(), *value.values())))
     if isinstance(value, list | tuple | set | frozenset):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float | str | bool)
@@ -136,6 +145,10 @@ def _is_plain(value: object) -> bool:
 
 def _pairs(container: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     return pairwise(container.children())
+
+
+def _shapes_by_name(block: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from layershuffle.core.checks.blocks import unused_stack
+from layershuffle.core.checks.orders import is_integer
 from layershuffle.core.checks.rounds import refuse_rounds
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.runs import StackRequests, changed_stacks, holders, run_of
@@ -144,6 +145,43 @@ def refuse_cache(module: nn.Module, kwargs: dict[str, Any]) -> None:
             hint="switch the cache off: model(..., use_cache=False), or "
             "model.config.use_cache = False",
         )
+
+
+def check_exit(exit_after: object, *, longest: int) -> None:
+    """Raises `UsageError` unless `exit_after` is a step of orders, the longest of which has so
+    many."""
+    if not is_integer(exit_after) or not 1 <= exit_after <= longest:
+        raise UsageError(
+            f"exit_after must be in [1, {longest}] for these orders, got {exit_after!r}"
+        )
+
+
+def refuse_labels(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raises `UsageError` for labels in a call of a model with an exit."""
+    if kwargs.get("labels") is not None:
+        raise UsageError(
+            f"{type(module).__name__} cannot compute a loss from labels under exit_after: its "
+            "output has twice as many rows as there are labels",
+            hint="leave out labels, and compute both losses from the pair that it returns",
+        )
+
+
+def untried_call() -> StackError:
+    """The error for an order per sample, or an exit, where no call of the model began."""
+    return StackError(
+        "An order per sample, and an exit, need a call of the model itself: whether its blocks "
+        "allow that cannot be tried in a compiled graph or in another method",
+        hint="call model(images), and compile its blocks instead of the whole model",
+    )
+
+
+def lost_rows(module: nn.Module, rows: int, *, states: int) -> StackError:
+    """The error for a head that returned another number of rows than it got `states`."""
+    return StackError(
+        f"The head of {type(module).__name__} returned {rows} rows for {states} states, so the "
+        "answers at the exit cannot be separated from the others",
+        hint="let it take the number of samples from its input, not from the images",
+    )
 
 
 def refuse_unused_stack(module: nn.Module, *_: object) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from layershuffle.core.losses import positioned_in
 from layershuffle.core.policies import drawn_blocks
+from layershuffle.core.position import PositionedModel
 from layershuffle.core.stack import blocks_of, stack_of
 from layershuffle.core.tying import places_tied
 from layershuffle.ground.errors import UsageError
@@ -45,3 +46,19 @@ def check_parts(
                 hint=hint,
             )
         _TIED[stack] = distinct
+
+
+def check_position_parts(model: PositionedModel, *, name: str, position: str) -> None:
+    """Raises `UsageError` if `model` has other position parts than the method `name` trains."""
+    present: list[str] = []
+    if model.encoding is not None:
+        present.append("encode")
+    if model.prediction is not None:
+        present.append("predict")
+    trained = [] if position == "none" else [position]
+    if present != trained:
+        raise UsageError(
+            f"The model has the position parts {', '.join(present) or 'none'}, and the method "
+            f"{name} trains {position}",
+            hint="continue with the method that trained the model",
+        )

@@ -92,12 +92,15 @@ def refuse_rounds(
 def _three_forms(blocks: Sequence[nn.Module]) -> list[Sequence[Call]]:
     """The entries of rounds of two, of the same with swapped blocks, and of the slow path."""
     depth = len(blocks)
-    rounds = [tuple(range(begin, min(begin + 2, depth))) for begin in range(0, depth, 2)]
-    swapped = [several[::-1] for several in rounds]
-    forms = [
-        order_entries(blocks, ExecutionOrder.in_rounds(several, depth), run=PLAIN)
-        for several in (rounds, swapped)
-    ]
+    rounds: list[tuple[int, ...]] = []
+    swapped: list[tuple[int, ...]] = []
+    for begin in range(0, depth, 2):
+        several = tuple(range(begin, min(begin + 2, depth)))
+        rounds.append(several)
+        swapped.append(several[::-1])
+    forms: list[Sequence[Call]] = []
+    for form in (rounds, swapped):
+        forms.append(order_entries(blocks, ExecutionOrder.in_rounds(form, depth), run=PLAIN))
     slow: list[Call] = []
     for several in rounds:
         slow += _slow([blocks[block] for block in several])
@@ -124,8 +127,10 @@ def _slow(blocks: Sequence[nn.Module]) -> list[Call]:
 
         return call
 
-    calls = [first, *(later(place) for place in range(1, len(blocks)))]
-    return [Entry(block, call) for block, call in zip(blocks, calls, strict=True)]
+    entries: list[Call] = [Entry(blocks[0], first)]
+    for place in range(1, len(blocks)):
+        entries.append(Entry(blocks[place], later(place)))
+    return entries
 
 
 def _in_form(out: Any, state: Tensor) -> Any:

@@ -129,8 +129,10 @@ def _reads_batch(both: Trace, run_first: Callable[[], Trace | Exception]) -> boo
     alone = run_first()
     if isinstance(alone, Exception):  # statistics of a single image, for example
         return True
-    answers = zip(both.answer, alone.answer, strict=True)
-    return not all(are_close(a[:1], b) for a, b in answers if a.dim() and len(a) == 2)
+    for answer, single in zip(both.answer, alone.answer, strict=True):
+        if answer.dim() and len(answer) == 2 and not are_close(answer[:1], single):
+            return True
+    return False
 
 
 def _steps(depth: int) -> tuple[int, ...]:
@@ -268,38 +270,42 @@ def _leave_early(
     depth = len(blocks)
     if last:
         ends = range(depth - last, depth)
-        drawn = [[block for block in order if block not in ends] for order in orders]
-        orders = [ExecutionOrder((*own, *ends), depth) for own in drawn]
+        going_on: list[ExecutionOrder] = []
+        for order in orders:
+            drawn = [block for block in order if block not in ends]
+            going_on.append(ExecutionOrder((*drawn, *ends), depth))
+        orders = going_on
     cut = [order.beginning(1, last=last) for order in orders]
     both = _together(trace, blocks, orders, axes=axes, exit_after=1, last=last)
     early = _together(trace, blocks, cut, axes=axes)
     if both is None or early is None:
         return False
     rows = [answer for answer in both.answer if answer.dim() and len(answer) == 4]
-    return all(are_close(a, row[2:]) for a, row in zip(early.answer, rows, strict=False))
+    return all(are_close(answer, row[2:]) for answer, row in zip(early.answer, rows, strict=False))
 
 
 def _axes(
     small: list[list[Tensor]], large: list[list[Tensor]]
 ) -> tuple[tuple[int | None, ...], ...]:
     """The axis of the samples of every tensor, from forwards with two and with three samples."""
-    return tuple(
-        tuple(_axis(a.shape, b.shape) for a, b in zip(few, more, strict=True))
-        for few, more in zip(small, large, strict=True)
-    )
+    positions: list[tuple[int | None, ...]] = []
+    for few, more in zip(small, large, strict=True):
+        positions.append(tuple(_axis(a.shape, b.shape) for a, b in zip(few, more, strict=True)))
+    return tuple(positions)
 
 
 def _axis(few: torch.Size, more: torch.Size) -> int | None:
     changing = [axis for axis in range(len(few)) if few[axis] != more[axis]]
     if not changing:
         return None
-    if [(few[axis], more[axis]) for axis in changing] != [(2, 3)]:
+    axis = changing[0]
+    if len(changing) > 1 or (few[axis], more[axis]) != (2, 3):
         raise StackError(
             f"The backbone folds its samples into an axis of other things (a tensor of shape "
             f"{tuple(few)} for two samples), so they cannot run along orders of their own",
             hint="use one order for the whole batch",
         )
-    return changing[0]
+    return axis
 
 
 def _same_row(alone: Trace, both: Trace, *, row: int, axes: Axes) -> bool:
@@ -307,8 +313,8 @@ def _same_row(alone: Trace, both: Trace, *, row: int, axes: Axes) -> bool:
     for a, b in zip(alone.outputs, both.outputs, strict=False):
         if not are_close(a[0].select(axes.state, row), b[0].select(axes.state, row)):
             return False
-    return all(
-        are_close(a[row], b[row])
-        for a, b in zip(alone.answer, both.answer, strict=True)
-        if a.dim() and len(a) == 2 and a.is_floating_point()
-    )
+    for a, b in zip(alone.answer, both.answer, strict=True):
+        is_per_sample = a.dim() and len(a) == 2 and a.is_floating_point()
+        if is_per_sample and not are_close(a[row], b[row]):
+            return False
+    return True

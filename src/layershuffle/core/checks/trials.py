@@ -110,8 +110,9 @@ def kind_of_call(
         # Values without a hash equal nothing, so that every such call is tried.
         return type(value), value if isinstance(value, Hashable) else object()
 
-    modes = tuple(module.training for module in (*holders(model, stack), stack))
-    device = next((tensor.device.type for tensor in tensors_of(arguments)), "cpu")
+    modes = [module.training for module in (*holders(model, stack), stack)]
+    tensors = tensors_of(arguments)
+    device = tensors[0].device.type if tensors else "cpu"
     cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return (*modes, cast, kinds(arguments))
 
@@ -176,7 +177,7 @@ def attempt(model: nn.Module, stack: nn.Module, *, run: Callable[[], T]) -> T | 
 
 def samples_of(arguments: Any, *, samples: int, count: int) -> Any:
     """`arguments` for `count` of the samples, some of them repeatedly if there are fewer."""
-    rows = torch.tensor([row % samples for row in range(count)])
+    rows = torch.arange(count) % samples
 
     def few(leaf: Tensor) -> Tensor:
         if not leaf.dim() or len(leaf) != samples:
@@ -221,5 +222,6 @@ def cause_of(error: Exception, run_whole: Callable[[], object]) -> str:
     if isinstance(error, StackError):
         return error.cause
     run_whole()
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
+    lines = str(error).strip().splitlines()
+    line = lines[0].strip() if lines else "no reason"
     return f"a trial of it with two samples ended in {type(error).__name__}: {line}"
