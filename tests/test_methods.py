@@ -42,7 +42,7 @@ LABELS = torch.arange(BATCH) % CLASSES
         ("layershuffle", Shuffled(), "arbitrary", {}),
         ("layershuffle-position", Shuffled(), "arbitrary", {"position": "encode"}),
         ("layershuffle-predict", Shuffled(), "arbitrary", {"position": "predict"}),
-        ("layerdrop", LayerDrop(0.2), "sequential", {"drop": 0.2}),
+        ("layerdrop", LayerDrop(0.2), "sequential", {"block_drop": 0.2}),
         ("truncated", Sequential(), "sequential", {"kept": 3}),
     ],
 )  # fmt: skip
@@ -69,7 +69,7 @@ def test_the_options_of_a_method_are_settings_of_fit() -> None:
         assert option.name == "name" or option.name in FitSettings.model_fields
     for name in (*METHOD_OPTIONS, "encoding", "prediction"):
         assert FitSettings.model_fields[name].description, f"{name} has no docstring in Method"
-    assert FitSettings.model_fields["drop"].description == (
+    assert FitSettings.model_fields["block_drop"].description == (
         "Probability with which a block is left out (layerdrop: 0.2; the others: none is left out)."
     )
     options: dict[str, Any] = {
@@ -88,7 +88,7 @@ def test_options_reach_the_policy(name: str, kind: Any) -> None:
     options = {"max_parallel": 3, "sequential_every": 5}
     assert Method(name, min_kept=2, **options).policy == kind(depth=(2, None), **rounds)
     dropping = LayerDrop(0.3, **rounds) if kind is Sequential else Shuffled(drop=0.3, **rounds)
-    assert Method(name, drop=0.3, **options).policy == dropping
+    assert Method(name, block_drop=0.3, **options).policy == dropping
     assert Method(name, max_parallel=3).policy == kind(parallel=(1, 3))
 
 
@@ -100,7 +100,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "how many of them": ("baseline", {"choose": "first"}),
     "sequential one already": ("baseline", {"sequential_every": 4}),
     "at least 2": ("layershuffle", {"sequential_every": 1}),
-    "in [0, 1)": ("layerdrop", {"drop": 1.0}),
+    "in [0, 1)": ("layerdrop", {"block_drop": 1.0}),
     "exit_weight must be above 0": ("anyorder", {"exit_weight": 0.0}),
     "self_distillation must be above 0": ("anyorder", {"self_distillation": -0.3}),
     "orders_per_batch must be a whole number from 1, got 0": ("anyorder", {"orders_per_batch": 0}),
@@ -206,14 +206,14 @@ def slow_loss(method: Method, model: nn.Module, *, step: int, smoothing: float =
 
 METHODS = [
     Method("anyorder"),
-    Method("anyorder", max_parallel=3, drop=0.3),
+    Method("anyorder", max_parallel=3, block_drop=0.3),
     Method("anyorder", position="predict", min_kept=2),
     Method("layershuffle-position", exit_weight=0.5),
     Method("layerdrop", orders_per_batch=3, sequential_every=2),
     Method("baseline", min_kept=1, max_parallel=2, exit_weight=1.0),
     Method("layershuffle", orders_per_batch=2, self_distillation=0.7),
     Method("anyorder", fixed=(1, 1)),
-    Method("anyorder", fixed=(1, 1), max_parallel=2, drop=0.5, seed=1),
+    Method("anyorder", fixed=(1, 1), max_parallel=2, block_drop=0.5, seed=1),
     Method("anyorder", fixed=(0, 2), position="predict", min_kept=2),
     Method("layershuffle-position", fixed=(1, 1), exit_weight=0.5),
     Method("layerdrop", fixed=(2, 0), orders_per_batch=3, sequential_every=2, exit_weight=0.5),
@@ -317,7 +317,7 @@ CHOICES: dict[str, list[Any]] = {
     "sequential_every": [None, 2, 4],
     "exit_weight": [None, 0.3],
     "self_distillation": [None, 0.3],
-    "drop": [None, None, 0.4],
+    "block_drop": [None, None, 0.4],
     "min_kept": [None, None, 1, 3],
     "max_parallel": [None, None, 1, 3],
     "fixed": [None, None, (1, 1), (0, 2), (2, 0)],
@@ -342,7 +342,7 @@ def excluded(name: str, given: dict[str, Any]) -> bool:
     options = {key: own.get(key) if value is None else value for key, value in given.items()}
     kept, shuffled = options["kept"], order == "arbitrary"
     ends = sum(options["fixed"] or ())
-    part = [options[key] for key in ("drop", "min_kept")]
+    part = [options[key] for key in ("block_drop", "min_kept")]
     plain = part == [None, None] and options["max_parallel"] is None
     return (
         None not in part

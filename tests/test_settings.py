@@ -121,12 +121,12 @@ def test_shipped_recipes_are_valid():
 def test_study_settings_reach_every_run():
     study = StudySettings(
         **STUDY,
-        arms=[{"method": "layerdrop", "name": "half", "fit": {"drop": 0.5, "lr": 1e-3}}],
+        arms=[{"method": "layerdrop", "name": "half", "fit": {"block_drop": 0.5, "lr": 1e-3}}],
         fit={"steps": 7, "lr": 1e-2},
         seeds=[3],
     )
     settings = study.fit_settings(study.arms[0], 3)
-    assert (settings.drop, settings.lr, settings.steps, settings.seed) == (0.5, 1e-3, 7, 3)
+    assert (settings.block_drop, settings.lr, settings.steps, settings.seed) == (0.5, 1e-3, 7, 3)
     assert study.arms[0].label == "half"
 
 

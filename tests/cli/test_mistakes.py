@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "stepz": "method: layershuffle\nmodel: m\ndata: d\nstepz: 3\n",
         "modle": "modle: bundled:digits\n",
         "orders": "arms: [{method: baseline}]\nnum_orders: 3\n",
-        "drop": "arms: [{method: layershuffle, drop: 0.2}]\nname: n\nmodel: m\ndata: d\n",
+        "drop": "arms: [{method: layershuffle, block_drop: 0.2}]\nname: n\nmodel: m\ndata: d\n",
         "lr": "lr: -1\n",
     }
     for name, text in recipes.items():
@@ -56,8 +56,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"{FIT} --learning-rate 1", "Unknown option: --learning-rate. Next: here it is --lr ("),
         (f"{FIT} --amp", "Unknown option: --amp. Next: here it is --precision bf16 ("),
         (
-            f"{FIT} --opt adamw",
-            "Unknown option: --opt. Next: here it is Adam; --weight-decay makes",
+            f"{FIT} --label-smoothing 0.1",
+            "Unknown option: --label-smoothing. Next: here it is --smoothing (",
         ),
         (
             f"{EVAL} --modes shuffled",
@@ -127,7 +127,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fit --recipe lr.yaml --out x", "lr: Input should be greater than 0. Where: lr.yaml"),
         ("reproduce modle.yaml", "'modle' is not a setting, did you mean 'model'?"),
         ("reproduce orders.yaml", "'num_orders' is not a setting, did you mean 'evaluate.num_ord"),
-        ("reproduce drop.yaml", "'drop' is not a setting, did you mean 'fit.drop'?"),
+        ("reproduce drop.yaml", "'block_drop' is not a setting, did you mean 'fit.block_drop'?"),
         ("fit --recipe digits-quick --out x", "This is the recipe of a study, not of"),
         ("reproduce digits-base", "This is the recipe of a single training, not of a study"),
         ("reproduce file", "A recipe must be a YAML mapping of settings"),

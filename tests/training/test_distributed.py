@@ -35,7 +35,7 @@ RUN = {"model": NO_DROPOUT, "steps": 9, "eval_every": 9, "checkpoint_every": 9}
 # What must not affect the weights.
 HIDDEN = ("parallel", "compile", "activation_checkpointing")
 GROUPS = {"orders_per_batch": 4, "accumulate": 2, "method": "layershuffle-predict"}
-DROP = {"method": "layershuffle-predict", "drop": 0.6, "accumulate": 2, "max_parallel": 3}
+DROP = {"method": "layershuffle-predict", "block_drop": 0.6, "accumulate": 2, "max_parallel": 3}
 FAST = {"method": "layershuffle-position", "compile": True, "activation_checkpointing": True}
 ARMS = {
     "ddp": {},

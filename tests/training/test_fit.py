@@ -33,10 +33,15 @@ ARMS = {
     "layershuffle": {"method": "layershuffle"},
     "position": {"method": "layershuffle-position", "encoding": {"dropout": 0.1}},
     "predict": {"method": "layershuffle-predict"},
-    "layerdrop": {"method": "layerdrop", "drop": 0.5},
+    "layerdrop": {"method": "layerdrop", "block_drop": 0.5},
     "depth": {"method": "layershuffle", "min_kept": 1},
     "tied": {"method": "layershuffle", "distinct": 2},
-    "rounds": {"method": "layershuffle", "max_parallel": 4, "drop": 0.2, "orders_per_batch": 2},
+    "rounds": {
+        "method": "layershuffle",
+        "max_parallel": 4,
+        "block_drop": 0.2,
+        "orders_per_batch": 2,
+    },
     "accumulate": {"method": "layershuffle", "accumulate": 2},
     "scored often": {"method": "layershuffle", "eval_every": 2},
     # An epoch of two steps, of 16 images and of 4.

@@ -24,7 +24,7 @@ ARMS: dict[str, dict[str, object]] = {
         "sequential_every": 2,
         "max_parallel": 2,
     },
-    "drop": {"drop": 0.5},
+    "drop": {"block_drop": 0.5},
     "depth": {"min_kept": 1},
     "predict": {"method": "layershuffle-predict", "prediction": {"loss": "mean"}},
     "position": {"method": "layershuffle-position"},
@@ -37,7 +37,7 @@ ARMS: dict[str, dict[str, object]] = {
     "exits of rounds": {"max_parallel": 4, "exit_weight": 0.5},
     "everything": {
         "method": "anyorder",
-        "drop": 0.3,
+        "block_drop": 0.3,
         "max_parallel": 2,
         "distinct": 2,
         "position": "predict",
@@ -47,7 +47,7 @@ ARMS: dict[str, dict[str, object]] = {
     # The last forward has one image: its order has one step, the exit comes after the second one.
     "rest": {
         "method": "anyorder",
-        "drop": 0.5,
+        "block_drop": 0.5,
         "data": "digit-pairs?train=51&validation=32&test=32",
         "seed": 7,
     },

@@ -17,27 +17,30 @@ from layershuffle.ground.errors import SettingsError, UsageError
 from layershuffle.ground.settings import read_recipe
 from layershuffle.training.settings import FitSettings
 
-_FIRST = Group("Model and data", sort_key=1)
-# How `--help` groups the settings: what people set first comes first, and the paper's forms last.
+_FIRST = Group("Used most", sort_key=1)
+# How `--help` groups the settings: what people set first comes first (with MODEL, --out and
+# --recipe these are twenty), and the paper's forms last.
 GROUPS = {
-    _FIRST: ("data", "classes", "resize", "augment", "holdout", "seed"),
-    Group("Method", sort_key=2): (
-        "method", "orders_per_batch", "sequential_every", "exit_weight", "self_distillation",
-        "drop", "min_kept", "max_parallel", "distinct", "fixed",
+    _FIRST: (
+        "data", "method", "epochs", "batch_size", "lr", "opt", "weight_decay", "warmup",
+        "layer_decay", "freeze", "augment", "smoothing", "mixup", "cutmix", "drop_path", "seed",
+        "device",
     ),
-    Group("Training", sort_key=3): (
-        "epochs", "steps", "batch_size", "lr", "schedule", "warmup", "weight_decay", "clip",
-        "accumulate",
+    Group("Data", sort_key=2): ("classes", "resize", "holdout", "skip_corrupt", "data_changed"),
+    Group("Method", sort_key=3): (
+        "orders_per_batch", "sequential_every", "exit_weight", "self_distillation",
+        "block_drop", "min_kept", "max_parallel", "distinct", "fixed",
     ),
-    Group("Machine", sort_key=4): (
-        "device", "precision", "workers", "threads", "compile", "activation_checkpointing",
-        "parallel", "rank_orders",
+    Group("Training", sort_key=4): ("steps", "schedule", "clip", "accumulate"),
+    Group("Machine", sort_key=5): (
+        "precision", "workers", "threads", "compile", "activation_checkpointing", "parallel",
+        "rank_orders",
     ),
-    Group("Evaluations, checkpoints and logs", sort_key=5): (
+    Group("Evaluations, checkpoints and logs", sort_key=6): (
         "eval_every", "eval_orders", "eval_batch_size", "select_by", "checkpoint_every",
-        "log_every", "log_with", "skip_corrupt", "data_changed",
+        "log_every", "log_with",
     ),
-    Group("Of the paper", sort_key=6): (
+    Group("Of the paper", sort_key=7): (
         "position", "kept", "choose", "paper_protocol", "encoding", "prediction",
     ),
 }  # fmt: skip

@@ -52,7 +52,7 @@ PRESETS: dict[str, tuple[OrderMode, dict[str, Any]]] = {
     "layershuffle": ("arbitrary", {}),
     "layershuffle-position": ("arbitrary", {"position": "encode"}),
     "layershuffle-predict": ("arbitrary", {"position": "predict"}),
-    "layerdrop": ("sequential", {"drop": 0.2}),
+    "layerdrop": ("sequential", {"block_drop": 0.2}),
     "truncated": ("sequential", {}),
 }
 """By name: how blocks are drawn, which is also the score that selects, and the options."""
@@ -67,8 +67,8 @@ class Method:
     """How a model is trained: a preset by its name, and options that change it.
 
     `None` keeps the value of the preset; the fields then hold the values in force. Every option
-    goes with every other one, except for `drop` with `min_kept`. Methods with equal fields are
-    equal. Raises `UsageError` for an unknown name (with the nearest one) and for options that
+    goes with every other one, except for `block_drop` with `min_kept`. Methods with equal fields
+    are equal. Raises `UsageError` for an unknown name (with the nearest one) and for options that
     exclude each other.
 
         model = ls.wrap(timm.create_model("vit_small_patch16_224", num_classes=10))
@@ -94,7 +94,7 @@ class Method:
     self_distillation: float | None = None
     """Weight of a third loss: the answer after all blocks teaches the one after a random number of
     them, by the divergence of their probabilities (anyorder: 0.3; the others: no such loss)."""
-    drop: float | None = None
+    block_drop: float | None = None
     """Probability with which a block is left out (layerdrop: 0.2; the others: none is left out)."""
     min_kept: int | None = None
     """Fewest blocks that a forward runs; their number is drawn, from this one to all (default: all
@@ -154,16 +154,18 @@ class Method:
         every = self.sequential_every
         if self.selects_by == "arbitrary":
             return Shuffled(
-                self.drop, number, parallel=rounds, sequential_every=every, fixed=self.fixed
+                self.block_drop, number, parallel=rounds, sequential_every=every, fixed=self.fixed
             )
-        if self.drop is not None:
-            return LayerDrop(self.drop, parallel=rounds, sequential_every=every, fixed=self.fixed)
+        if self.block_drop is not None:
+            return LayerDrop(
+                self.block_drop, parallel=rounds, sequential_every=every, fixed=self.fixed
+            )
         return Sequential(parallel=rounds, depth=number, sequential_every=every, fixed=self.fixed)
 
     @property
     def runs_all(self) -> bool:
         """Whether no order leaves a block out."""
-        return self.drop is None and self.min_kept is None
+        return self.block_drop is None and self.min_kept is None
 
     @property
     def blocks(self) -> Kept | None:

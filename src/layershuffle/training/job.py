@@ -35,6 +35,7 @@ from layershuffle.models import (
 from layershuffle.models.files import LOG, weights_digest
 from layershuffle.scoring.evaluate_spec import matched
 from layershuffle.training.distributed import Ranks
+from layershuffle.training.optimizer import check_optimizer, freeze
 from layershuffle.training.settings import DEFAULT_EPOCHS, FitSettings
 from layershuffle.training.sharding import idle_parameters
 
@@ -156,7 +157,8 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         )
     precision, why = choose_precision(settings.precision, device=device, training=True)
     method = settings.build_method()
-    backbone = load(settings.model, seed=settings.seed)
+    check_optimizer(settings.opt)
+    backbone = load(_with_drop_path(settings), seed=settings.seed)
     name_classes(backbone, settings.classes, place=settings.model)
     options = DataOptions(
         # The paper selected on the split that it reports, and trained on all the rest.
@@ -182,6 +184,9 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     eval_every = min(settings.eval_every or per_epoch, steps)
     notes = _notes(data, settings, steps=steps, chooses=eval_every < steps)
     data = replace(data, notes=(*data.notes, *notes))
+    model = method.prepare(backbone)
+    # Afterwards, because tied blocks share their weights only then.
+    freeze(backbone, settings.freeze)
     eager = "compile is off" if settings.compile is False else None
     if settings.compile is None and device == "cpu":
         eager = "off by default on a CPU, where it takes minutes and gains little"
@@ -191,7 +196,7 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         out=out,
         method=method,
         data=data,
-        model=method.prepare(backbone),
+        model=model,
         # Groups come in many sizes; one graph with symbolic sizes serves them all.
         compiler=BlockCompiler(reason=eager, dynamic=method.orders_per_batch > 1),
         images_per_forward=settings.batch_size // forwards,
@@ -203,6 +208,20 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         base_sha256=base_sha256,
         origin=origin,
     )
+
+
+def _with_drop_path(settings: FitSettings) -> str:
+    """The spec of the model with its rate of stochastic depth."""
+    if settings.drop_path is None:
+        return settings.model
+    if not settings.model.startswith("timm:"):
+        raise UsageError(
+            f"{settings.model} has no argument for stochastic depth, as timm's models have",
+            place="--drop-path",
+            hint="give a model timm:NAME, or --block-drop, which leaves whole blocks out",
+        )
+    separator = "&" if "?" in settings.model else "?"
+    return f"{settings.model}{separator}drop_path_rate={settings.drop_path}"
 
 
 def _with_head(backbone: nn.Module, data: ImageData, settings: FitSettings) -> ImageData:

@@ -28,6 +28,7 @@ from layershuffle.ground.text import one_line, unheard
 from layershuffle.training.checkpoints import save_checkpoint
 from layershuffle.training.distributed import Ranks
 from layershuffle.training.job import Job
+from layershuffle.training.mixing import mixed
 from layershuffle.training.state import TrainState
 from layershuffle.training.warmup import compile_blocks
 
@@ -97,7 +98,15 @@ def train(
         state.model.train()  # scoring leaves it in evaluation mode
         for micro_batch, (pixels, labels) in enumerate(micro_batches):
             on_phase("forward", state.step)
-            images = job.data.finish(pixels)
+            images, targets = mixed(
+                job.data.finish(pixels),
+                labels,
+                settings=settings,
+                classes=len(job.data.classes),
+                step=state.step,
+                micro_batch=micro_batch,
+                rank=job.ranks.rank,
+            )
             place = {"step": state.step, "micro_batch": micro_batch, "rank": rank}
             orders = job.method.orders(job.depth, **place)
             with (
@@ -110,7 +119,7 @@ def train(
                     loss_of_orders,
                     model,
                     images,
-                    labels=labels,
+                    labels=targets,
                     orders=orders,
                     exit_after=job.method.exit_after(orders, **place),
                     exit_weight=job.method.exit_weight or 0.0,
@@ -186,7 +195,7 @@ def _update(state: TrainState) -> tuple[Tensor, float]:
     """Take the step with the gradients that are there. Returns their norm and the learning rate."""
     norm = clip_grad_norm_(state.model.parameters(), state.job.settings.clip or math.inf)
     state.optimizer.step()
-    learning_rate = float(state.scheduler.get_last_lr()[0])
+    learning_rate = float(max(state.scheduler.get_last_lr()))
     state.scheduler.step()
     state.optimizer.zero_grad()
     state.step += 1

@@ -17,7 +17,7 @@ from pydantic import (
 
 from layershuffle.core.methods import METHOD_SETTINGS, Method
 from layershuffle.ground.machine import Device
-from layershuffle.ground.settings import Ends, Positive, Seed, Settings, Share
+from layershuffle.ground.settings import Ends, NotBelow, Positive, Seed, Settings, Share
 
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
 AnySettings = TypeVar("AnySettings", bound="Settings")
@@ -89,14 +89,23 @@ class FitSettings(MethodSettings):
     accumulate: Positive = 1
     """Forwards per optimiser step, each with its own order; has to divide batch_size."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate of Adam (betas 0.9 and 0.999, eps 1e-6)."""
+    """Peak learning rate."""
+    opt: str = "adamw"
+    """Optimiser of timm: adamw and adam (betas 0.9 and 0.999, eps 1e-6), or sgd, lamb, lion, muon
+    and others with timm's defaults."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Factor by which the learning rate falls with every layer before the head, as 0.75. It goes
+    with the block, wherever that runs (default: one learning rate for all)."""
+    freeze: tuple[str, ...] = ()
+    """Parts of the model that keep their weights, by their names in the model: patch_embed,
+    blocks.[0-5]."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Course of the learning rate after the warm-up; linear and cosine end at 0 (the paper does not
     say; the authors' code uses linear)."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """Steps in which the learning rate rises linearly from 0 to its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay of AdamW; with 0 the optimiser is plain Adam."""
+    """Weight decay of matrices (decoupled with adamw, which is plain Adam with 0)."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of the gradient, to which longer ones are scaled; None does not clip (the paper
     does not say; the authors' code uses 1.0)."""
@@ -106,6 +115,16 @@ class FitSettings(MethodSettings):
 
     augment: bool = False
     """Augment training images as timm does; without it they are only resized and cropped."""
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Label smoothing, as 0.1."""
+    mixup: NotBelow = 0.0
+    """Alpha of mixup, as 0.8: images and labels of a batch are mixed in pairs, by timm; with cutmix
+    as well, each takes half of the batches."""
+    cutmix: NotBelow = 0.0
+    """Alpha of cutmix, as 1.0: a rectangle of one image is put into another, by timm."""
+    drop_path: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Rate of timm's stochastic depth in the last block: the branches of a block are skipped, image
+    by image; it rises with the number of the block (default: that of the model)."""
     resize: Literal["crop", "squash"] | None = None
     """Scale the shorter side and crop the centre (crop), or scale both sides (squash). Default: as
     the model's own configuration says."""
@@ -176,6 +195,10 @@ class FitSettings(MethodSettings):
             raise ValueError(
                 "under fsdp all processes must run the same order (rank_orders=same): shards of "
                 "different blocks would be mixed without an error"
+            )
+        if self.parallel == "fsdp" and self.opt not in ("adam", "adamw"):
+            raise ValueError(
+                f"opt={self.opt} was not tried on shards of weights: use adamw, or parallel=ddp"
             )
         if method.distinct is not None and self.parallel == "fsdp":
             raise ValueError("fsdp shards every block for itself, tied ones too: use parallel=ddp")

@@ -41,11 +41,11 @@ def check_options(
     position = options["position"]
     if position not in parts:
         raise UsageError(f"position must be one of {', '.join(parts)}, got {position!r}")
-    drop = options["drop"]
+    block_drop = options["block_drop"]
     min_kept = options["min_kept"]
-    if drop is not None and min_kept is not None:
+    if block_drop is not None and min_kept is not None:
         raise UsageError(
-            f"drop={drop} and min_kept={min_kept} both say how many blocks run",
+            f"block_drop={block_drop} and min_kept={min_kept} both say how many blocks run",
             hint="give one of them; layershuffle and baseline have neither of their own",
         )
     kept = options["kept"]
