@@ -32,6 +32,7 @@ from layershuffle.analysis.position_table import (
 from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
+from layershuffle.ground.machine import in_float64
 
 # Positional arguments of scaled_dot_product_attention.
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -154,7 +155,7 @@ def measure(subject: Subject) -> Measurement:
                 values = {"distance": distances(weights, grid), "even": evenness(weights)}
                 for name, value in values.items():
                     # One value per image, because its heads and tokens are not independent.
-                    of_image = value.double().flatten(1).mean(1)
+                    of_image = in_float64(value).flatten(1).mean(1)
                     means[name].add(step.block, step.position, values=of_image, first=batch.first)
     clusters = subject.clusters(by_batch=True)
     columns: dict[str, Floats] = {}

@@ -34,6 +34,7 @@ from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running, tap
+from layershuffle.ground.machine import in_float64
 from layershuffle.models.stem_head import refuse_more_than_blocks, run_head, run_stem
 
 _TOLERANCE = 1e-3  # of the centred logit, relative to the largest of the batch
@@ -169,9 +170,9 @@ def measure(subject: Subject) -> Measurement:
             for position, (block, part) in enumerate(zip(order, split.blocks, strict=True)):
                 means.add(block, position, values=part, first=batch.first)
                 if block not in drawn:
-                    sums["ends"] += float(part.double().sum())
+                    sums["ends"] += float(in_float64(part).sum())
             for name in ("logit", "stem", "constant"):
-                sums[name] += float(getattr(split, name).double().sum())
+                sums[name] += float(in_float64(getattr(split, name)).sum())
             runs += len(batch.images)
     clusters = subject.clusters(by_batch=True)
     count = len(drawn)

@@ -29,6 +29,7 @@ from layershuffle.core.checks.trials import forget
 from layershuffle.core.forwards import block_runs, run_many
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import stack_of
+from layershuffle.ground.machine import in_float64
 
 _SHARE = 0.25  # an order costs depth (depth + 1) / 2 block runs here, but `depth` in other analyses
 
@@ -105,8 +106,10 @@ def _scores(
     results = run_many(subject.model, batch.images, orders=orders, forward=subject.logits)
     for index, logits in results:
         # In float64, because a change is a small difference of two large numbers.
-        loss = F.cross_entropy(logits.double(), batch.labels, reduction="none")
-        right = (logits.argmax(1) == batch.labels).double()
+        answers = in_float64(logits)
+        labels = batch.labels.to(answers.device)
+        loss = F.cross_entropy(answers, labels, reduction="none")
+        right = in_float64(answers.argmax(1) == labels)
         scores[index] = (loss, right)
     return scores
 

@@ -33,6 +33,7 @@ from layershuffle.analysis.results import Measurement, Tables
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
 from layershuffle.core.stack import blocks_of
+from layershuffle.ground.machine import in_float64
 
 # Names of the attention module in the model libraries; other children keep their names.
 _NAMES = {"attn": "attention", "self_attn": "attention", "self_attention": "attention"}
@@ -132,8 +133,8 @@ class _NormMeans:
         del state
         for branch in self.watch.branches:
             # In float64, because squares of 768 fp32 numbers are summed and then divided.
-            norm = branch.added.double().norm(dim=-1)
-            ratio = norm / branch.stream.double().norm(dim=-1)
+            norm = in_float64(branch.added).norm(dim=-1)
+            ratio = norm / in_float64(branch.stream).norm(dim=-1)
             for name, value in (("norm", norm), ("ratio", ratio)):
                 means = self.means.setdefault(branch.name, {})
                 mean = means.setdefault(name, PositionMeans(self.drawn))

@@ -66,7 +66,7 @@ class PositionMeans:
         if block not in self._drawn:
             return
         block, position = self._drawn.index(block), self._drawn.index(position)
-        numbers = values.detach().double().cpu().numpy()
+        numbers = values.detach().cpu().double().numpy()
         self._sums[block, position] += numbers.sum()
         self._counts[block, position] += len(numbers)
         self._parts.append((block, position, first, numbers.astype(np.float32)))

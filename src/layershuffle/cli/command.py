@@ -57,7 +57,8 @@ class ComputingCommand(Command):
     """A command that runs a model in this process; `fit` has the flags as settings."""
 
     device: Annotated[Device, MACHINE] = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
+    """Where to compute: auto (a GPU if there is one), cpu, cuda, cuda:1 (this one of several) or
+    mps (the GPU of a Mac)."""
     threads: Annotated[AtLeastOne | None, MACHINE] = None
     """CPU threads of torch (default: torch's own choice)."""
 

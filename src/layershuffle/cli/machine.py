@@ -119,6 +119,10 @@ def _accelerator() -> Iterator[tuple[str, bool, str]]:
         yield "gpu", True, f"{name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
         yield "bf16", True, "yes, used by default" if bf16 else "no: fp32 is used"
         return
+    if torch.backends.mps.is_available():
+        yield "gpu", True, "that of a Mac, with --device mps (auto is the CPU)"
+        yield "bf16", True, "fp32 is used by default"
+        return
     # Good enough without one, so that the exit code stays 0 on machines that have what they need.
     built = f"is made for CUDA {torch.version.cuda}" if torch.version.cuda else "knows CPUs only"
     yield "gpu", True, f"none that torch can use (it {built}); the digits recipes need none"

@@ -26,6 +26,7 @@ from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of
 from layershuffle.core.tensors import Logits, logits_of
 from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.machine import in_float64
 
 Draw = Literal["pass", "batch"]
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -98,7 +99,7 @@ class Tally:
         self.right.append(hits[:, 0].clone())  # without the other four columns
         losses = F.cross_entropy(logits, labels, reduction="sum")
         # In float64, because thousands of batches are added up.
-        self.loss = self.loss + losses.double()
+        self.loss = self.loss + in_float64(losses)
         if steps is not None:
             self.steps = (self.steps or 0) + steps.sum()
 

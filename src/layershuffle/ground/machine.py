@@ -14,12 +14,18 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from layershuffle.ground.errors import UsageError
+from layershuffle.ground.text import counted
 
-Device = Literal["auto", "cpu", "cuda"]
-"""Where to compute; auto takes a GPU if there is one."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Device = str
+"""Where to compute: auto (a GPU if there is one), cpu, cuda, cuda:1 (this one of several GPUs) or
+mps (the GPU of a Mac)."""
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,4})?")
 _log = logging.getLogger("layershuffle")
 _PACKAGES = ("layershuffle", "torch", "torchvision", "timm", "transformers", "accelerate", "numpy")
 
@@ -119,9 +125,10 @@ def cpu_has_bf16() -> bool:
 def choose_precision(
     choice: str, *, device: str, training: bool
 ) -> tuple[Literal["fp32", "bf16"], str]:
-    """The dtype of forwards on `device` (cpu or cuda), and the reason where it was left open.
+    """The dtype of forwards on `device`, and the reason where it was left open.
 
-    `choice` is fp32, bf16 or auto. Logs a warning for bf16 on a processor without its arithmetic.
+    `device` is what `device_of` returns, and `choice` is fp32, bf16 or auto. Logs a warning for
+    bf16 on a processor without its arithmetic.
     """
     if choice == "bf16" and device == "cpu" and not cpu_has_bf16():
         _log.warning("This processor has no bf16 arithmetic: bf16 will be several times slower")
@@ -129,9 +136,9 @@ def choose_precision(
         return "bf16", ""
     if choice == "fp32":
         return "fp32", ""
-    if device == "cpu":
+    if device in ("cpu", "mps"):
         # Some processors train wide models faster in bf16, narrow ones slower (research/log.md).
-        return "fp32", "auto is fp32 on a CPU"
+        return "fp32", f"auto is fp32 on {'a CPU' if device == 'cpu' else 'the GPU of a Mac'}"
     if not training:
         return "fp32", "auto is fp32 for scores, so that they compare between machines"
     import torch
@@ -141,16 +148,51 @@ def choose_precision(
     return "bf16", "auto is bf16 for training on a GPU that has it"
 
 
-def device_of(choice: Device) -> Literal["cpu", "cuda"]:
-    """The device that `choice` denotes here. Raises `UsageError` if there is no GPU for it."""
+def check_device(choice: Device) -> None:
+    """Raises `UsageError` for a word that names no device."""
+    if not _DEVICE.fullmatch(choice):
+        raise UsageError(
+            f"There is no device {choice!r}", hint="name auto, cpu, cuda, cuda:1 or mps"
+        )
+
+
+def device_of(choice: Device) -> Literal["cpu", "cuda", "mps"]:
+    """The device that `choice` denotes here; cuda:1 makes that GPU the one that cuda means.
+
+    Raises `UsageError` for a word that names no device, and if this machine, or torch, has none.
+    """
     import torch
 
-    has_gpu = torch.cuda.is_available()
-    if choice == "cuda" and not has_gpu:
+    check_device(choice)
+    if choice == "mps":
+        if not torch.backends.mps.is_available():
+            why = "was built without mps" if not torch.backends.mps.is_built() else "finds none"
+            raise UsageError(
+                f"There is no GPU of a Mac that torch can use here: it {why}",
+                hint="leave --device at auto",
+            )
+        return "mps"
+    if choice == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        if choice == "auto":
+            return "cpu"
         raise UsageError("There is no GPU that torch can use here", hint="leave --device at auto")
-    if has_gpu and choice != "cpu":
-        return "cuda"
-    return "cpu"
+    _, _, number = choice.partition(":")
+    if number:
+        count = torch.cuda.device_count()
+        if int(number) >= count:
+            raise UsageError(
+                f"There is no {choice} here: torch finds {counted(count, 'GPU')}",
+                hint=f"name one from cuda:0 to cuda:{count - 1}",
+            )
+        torch.cuda.set_device(int(number))
+    return "cuda"
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """`tensor` in float64, on the CPU where its device has no such numbers: the GPU of a Mac."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 @contextmanager

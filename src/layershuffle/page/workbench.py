@@ -31,6 +31,7 @@ from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.gateway.http.images import PAIR, pair_names, takes_pairs
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.machine import in_float64
 from layershuffle.images.pixels import SKIP_HINT, read_image
 from layershuffle.images.view import ImageView
 from layershuffle.models import (
@@ -209,7 +210,7 @@ class Workbench:
             logits = self._logits(role, batch, order)
             ms = (time.perf_counter() - begun) * _MILLI
             # In float64: in float32 the probabilities of many classes do not add up to 1.
-            best = logits[0].double().softmax(dim=-1).topk(min(_TOP, logits.shape[-1]))
+            best = in_float64(logits[0]).softmax(dim=-1).topk(min(_TOP, logits.shape[-1]))
             top: list[dict[str, object]] = []
             for index, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
                 top.append({"label": self.labels[index], "probability": chance})

@@ -180,7 +180,7 @@ def batches_of(
     )
 
 
-def scoring_device(settings: ScoreSettings, device: Device) -> Literal["cpu", "cuda"]:
+def scoring_device(settings: ScoreSettings, device: Device) -> Literal["cpu", "cuda", "mps"]:
     """The device that computes the scores, with a warning where it has no bf16 arithmetic."""
     place = device_of(device)
     choose_precision(settings.precision, device=place, training=False)

@@ -21,6 +21,7 @@ from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.ground.bundled import packaged_file
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.files import user_path
+from layershuffle.ground.machine import in_float64
 from layershuffle.ground.text import Progress, unheard
 from layershuffle.images.pixels import SKIP_HINT, read_image
 from layershuffle.models import class_names_of, file_view, load, num_classes_of
@@ -142,7 +143,7 @@ def predict(
 def _ranked(logits: Tensor, names: Sequence[str], top: int) -> list[tuple[RankedClass, ...]]:
     """The `top` most probable classes of every row of logits `[n, classes]`, best first."""
     # In float64: in float32 the probabilities of many classes do not add up to 1.
-    best = logits.double().softmax(dim=-1).topk(min(top, logits.shape[-1]))
+    best = in_float64(logits).softmax(dim=-1).topk(min(top, logits.shape[-1]))
     answers = []
     for indices, chances in zip(best.indices.tolist(), best.values.tolist(), strict=True):
         ranked = []

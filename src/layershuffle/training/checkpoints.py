@@ -145,7 +145,8 @@ def save_checkpoint(state: TrainState) -> None:
     final = job.checkpoints / f"step-{state.step:08d}"
     with ranks.stage(final) as stage:
         on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        drawn = {"torch": torch.get_rng_state(), "cuda": on_gpu}
+        on_mac = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+        drawn = {"torch": torch.get_rng_state(), "cuda": on_gpu, "mps": on_mac}
         torch.save(drawn, stage / _RNG.format(ranks.rank))
         # All processes put the shards together, so that a single process can read the checkpoint.
         model = state.scored_model() if job.sharded else state.model
@@ -204,4 +205,6 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
         torch.set_rng_state(drawn["torch"])
         if drawn["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(drawn["cuda"])
+        if drawn["mps"] is not None and torch.backends.mps.is_available():
+            torch.mps.set_rng_state(drawn["mps"])
     return state

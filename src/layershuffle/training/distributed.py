@@ -141,7 +141,7 @@ def _said_if_it_waits(count: int) -> Iterator[None]:
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """The processes that torchrun started, or this one alone. `device`: cpu or cuda."""
+    """The processes that torchrun started, or this one alone. `device`: cpu, cuda or mps."""
     count = _number("WORLD_SIZE", 1)
     # A process group that exists already belongs to the caller, who also ends it.
     if count == 1 or dist.is_initialized():

@@ -79,7 +79,7 @@ class Job:
     # Cached, because every step asks for these and finding a GPU, or the blocks, takes time.
     @cached_property
     def device(self) -> str:
-        """Where the run computes: cpu or cuda."""
+        """Where the run computes: cpu, cuda or mps."""
         return device_of(self.settings.device)
 
     @property
@@ -150,6 +150,12 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
             f"with {settings.accumulate} forwards each",
             hint=f"give a --batch-size that {forwards} divides",
         )
+    if ranks.count > 1 and ":" in settings.device:
+        raise UsageError(
+            f"Each of the {ranks.count} processes has a GPU of its own, and --device "
+            f"{settings.device} names one for all",
+            hint="give --device cuda, or choose GPUs by CUDA_VISIBLE_DEVICES",
+        )
     if settings.log_with is not None and not installed(settings.log_with):
         raise UsageError(
             f"log_with needs the package {settings.log_with}, which is not installed",
@@ -190,6 +196,8 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     eager = "compile is off" if settings.compile is False else None
     if settings.compile is None and device == "cpu":
         eager = "off by default on a CPU, where it takes minutes and gains little"
+    if settings.compile is None and device == "mps":
+        eager = "off by default on the GPU of a Mac, where it was not tried"
     return Job(
         settings=settings,
         ranks=ranks,

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from layershuffle.core.methods import METHOD_SETTINGS, Method
-from layershuffle.ground.machine import Device
+from layershuffle.ground.machine import Device, check_device
 from layershuffle.ground.settings import Ends, NotBelow, Positive, Seed, Settings, Share
 
 DEFAULT_EPOCHS = 20.0  # paper, section 4: performance "plateaus at 20 epochs the latest"
@@ -157,7 +157,8 @@ class FitSettings(MethodSettings):
     """Also log to one of these, which has to be installed (tensorboard writes to OUT/logs)."""
 
     device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
+    """Where to compute: auto (a GPU if there is one), cpu, cuda, cuda:1 (this one of several) or
+    mps (the GPU of a Mac)."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of forwards: fp32, or bf16 by autocast; auto is bf16 on GPUs that have it, else fp32.
     Weights are fp32 in all cases."""
@@ -178,6 +179,7 @@ class FitSettings(MethodSettings):
     @model_validator(mode="after")
     def _check(self) -> FitSettings:
         # Raises for options that exclude each other.
+        check_device(self.device)
         method = self.build_method()
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs exclude each other: give one")
