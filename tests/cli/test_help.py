@@ -154,6 +154,32 @@ def test_bash_completes_commands_and_flags(tmp_path, capsys):
         assert {f"--{flag}" for flag in FLAGS[command].split()} <= completed(*command.split(), "--")
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("eval ", ["bundled:digits", "runs/a", "saved", "timm:"]),
+        ("eval runs/", ["runs/a"]),
+        ("merge runs/a ", ["runs/a", "saved"]),
+        ("fit --method ", [*PRESETS]),
+        ("fit --recipe ", ["digits-base", "own.yaml"]),
+        ("reproduce ", ["digits-quick", "own.yaml"]),
+        ("analyze ", [*ANALYSES, "all"]),
+        ("analyze norms ", ["runs/a"]),
+    ],
+)
+def test_words_that_are_completed(words, offered, tmp_path, monkeypatch, capsys):
+    """As the scripts of all shells ask for them."""
+    monkeypatch.chdir(tmp_path)
+    for place in ("runs/a/model", "saved"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "layershuffle.json").touch()
+    (tmp_path / "own.yaml").touch()
+    assert main(["__complete", *words.split(" ")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert set(offered) <= set(lines)
+    assert "runs/a/model" not in lines
+
+
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_a_script_too(shell, capsys):
     assert main(["completion", shell]) == 0

@@ -201,6 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(words: Sequence[str]) -> Command | None:
     """The command that `words` name, with its arguments; `None` where help or the version was
     printed. Raises `UsageError` or `SettingsError` for what cannot be understood."""
+    if words[:1] == ["__complete"]:  # the script of a shell asks what may stand at the cursor
+        APP(words)
+        return None
     words = [_with_home(word) for word in words]
     if words[:1] == ["help"]:  # `help fit` says what `fit --help` does
         words = [*words[1:], "--help"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from layershuffle.analysis import ANALYSES, AnalysisSettings, run_analysis
 from layershuffle.cli.command import ComputingCommand, Inline
+from layershuffle.cli.words import ANALYSIS, MODEL
 from layershuffle.ground.errors import LayerShuffleError, of_the_machine
 from layershuffle.ground.extras import require
 from layershuffle.ground.text import table
@@ -17,10 +19,10 @@ from layershuffle.ground.text import table
 class AnalyzeCommand(ComputingCommand):
     """Analyse what the blocks of a model learnt: one question, or all that apply."""
 
-    name: str
+    name: Annotated[str, ANALYSIS]
     """The question: umap, norms, attention, attribution, leave-one-out or position; all asks
     every one that applies."""
-    model: str
+    model: Annotated[str, MODEL]
     """Directory of a fit, or any model spec."""
     _: KW_ONLY
     data: str

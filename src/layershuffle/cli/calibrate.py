@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from layershuffle.cli.command import ComputingCommand, Reporting
+from layershuffle.cli.words import MODEL
 from layershuffle.ground.text import table
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class CalibrateCommand(ComputingCommand, Reporting):
     decide how many blocks run side by side and whether they run twice.
     """
 
-    model: str
+    model: Annotated[str, MODEL]
     """Model to measure: the directory of a fit or of an export."""
     _: KW_ONLY
     data: str = "digit-pairs"

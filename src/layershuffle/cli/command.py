@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from layershuffle.cli.words import MODEL
 from layershuffle.ground.machine import Device, torch_threads
 from layershuffle.ground.text import Progress
 
@@ -25,7 +26,7 @@ Inline = Annotated[AnySettings, Parameter(name="*")]
 MACHINE = Parameter(group="Machine")
 """Flags that come last in `--help`."""
 AtLeastOne = Annotated[int, Parameter(validator=Number(gte=1))]
-Models = Annotated[tuple[str, ...], Parameter(name="--model")]
+Models = Annotated[tuple[str, ...], Parameter(name="--model"), MODEL]
 """One model or several."""
 ImageFiles = Annotated[tuple[Path, ...], Parameter(name="--image")]
 """One image file or several."""

@@ -6,9 +6,10 @@ import asyncio
 import webbrowser
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from layershuffle.cli.command import Command
+from layershuffle.cli.words import MODEL
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.extras import require
 from layershuffle.ground.machine import collector_paused
@@ -25,7 +26,7 @@ class PageCommand(Command):
     machine alone. Ctrl-C ends it.
     """
 
-    model: str | None = None
+    model: Annotated[str | None, MODEL] = None
     """Directory of a fit, or any model spec (default: the shipped one, beside an ordinary one)."""
     beside: str | None = None
     """Ordinary model of the same size, to answer beside it."""

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from layershuffle.cli.command import ComputingCommand, ImageFiles, Inline, Reporting
+from layershuffle.cli.words import MODEL
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.machine import device_of
 from layershuffle.ground.text import counted, ranked, table
@@ -29,7 +30,7 @@ class EvalCommand(ComputingCommand, Reporting):
     Prints a table with a row per mode.
     """
 
-    model: str
+    model: Annotated[str, MODEL]
     """Directory of a fit, or any model spec: bundled:digits, timm:NAME, dir:PATH and others."""
     _: KW_ONLY
     data: str
@@ -207,7 +208,7 @@ class PredictCommand(ComputingCommand, Reporting):
     are answered; the exit code is then 1.
     """
 
-    model: str
+    model: Annotated[str, MODEL]
     """Directory of a fit, or any model spec: bundled:digits-swarm, timm:NAME, dir:PATH and
     others."""
     images: ImageFiles

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from layershuffle.cli.command import Command
+from layershuffle.cli.words import MODEL
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.text import counted
 
@@ -19,7 +20,7 @@ class ExportCommand(Command):
     Every file is compared with torch. layershuffle eval and predict take the directory as a model.
     """
 
-    model: str
+    model: Annotated[str, MODEL]
     """Directory of a fit, or any model spec: bundled:digits-swarm, timm:NAME, dir:PATH and
     others."""
     _: KW_ONLY

@@ -12,6 +12,7 @@ from cyclopts.argument import update_argument_collection
 from pydantic import ValidationError
 
 from layershuffle.cli.command import Command, Inline
+from layershuffle.cli.words import METHOD, MODEL, RECIPE
 from layershuffle.ground.bundled import recipe_file
 from layershuffle.ground.errors import SettingsError, UsageError
 from layershuffle.ground.settings import read_recipe
@@ -55,6 +56,7 @@ def _arranged() -> None:
         for name in names:
             mark = Parameter(group=group, name=_SHORT.get(name))
             FitSettings.model_fields[name].metadata.append(mark)
+    FitSettings.model_fields["method"].metadata.append(METHOD)
     FitSettings.model_fields["model"].metadata.append(Parameter(name=_HIDDEN, show=False))
 
 
@@ -71,10 +73,10 @@ class FitCommand(Command):
     required may be in the recipe. You can stop this command at any time; run it again to continue.
     """
 
-    model: Annotated[str | None, Parameter(group=_FIRST)] = None
+    model: Annotated[str | None, Parameter(group=_FIRST), MODEL] = None
     """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR (Hugging Face) or dir:PATH."""
     _: KW_ONLY
-    recipe: Annotated[Path | None, Parameter(group=_FIRST)] = None
+    recipe: Annotated[Path | None, Parameter(group=_FIRST), RECIPE] = None
     """YAML file of settings with the names of the flags, or the name of a recipe of this package
     (digits-base trains a base model from random weights)."""
     out: Annotated[Path, Parameter(group=_FIRST)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
 from layershuffle.cli.command import AtLeastOne, Command
+from layershuffle.cli.words import RECIPE
 from layershuffle.ground.bundled import asset, recipe_file
 from layershuffle.ground.errors import LayerShuffleError, SettingsError, UsageError
 from layershuffle.ground.extras import require
@@ -26,7 +28,7 @@ class ReproduceCommand(Command):
     work.
     """
 
-    recipe: Path
+    recipe: Annotated[Path, RECIPE]
     """Recipe of a study: a YAML file, or the name of a recipe of this package (digits-quick,
     digits-paper, imagenet-paper, cifar100-paper and others)."""
     _: KW_ONLY
