@@ -249,6 +249,8 @@ FLAGS = {
     "predict": "classes device fixed image json model modes order seed threads top",
     "eval": "batch-size classes compile data device draw fixed json max-images model modes "
     "num-orders order precision resize seed skip-corrupt stop threads",
+    "compare": "batch-size classes compile data device draw first fixed json max-images modes "
+    "num-orders precision resize second seed skip-corrupt threads",
     "export": "data model order out precision whole",
     "analyze": "batch-size block data device max-images model name neighbours num-orders "
     "out resize seed skip-corrupt threads",

@@ -38,6 +38,7 @@ COMMANDS = {
     "fit": ("Fine-tune a model so that its blocks run in any order.", "fit:FIT"),
     "predict": ("Name the classes of images.", "eval:PredictCommand"),
     "eval": ("Score a model under many execution orders.", "eval:EvalCommand"),
+    "compare": ("Compare two runs: settings, and scores in pairs.", "compare:CompareCommand"),
     "export": ("Write a model as ONNX files for other programs.", "export:ExportCommand"),
     "analyze": ("Analyse what the blocks of a model learnt.", "analyze:AnalyzeCommand"),
     "merge": ("Build models from the blocks of several models.", "merge:MergeCommand"),
