@@ -30,6 +30,7 @@ from layershuffle.gateway.http.answers import (
     SwarmAnswer,
     encodable,
 )
+from layershuffle.gateway.http.cameras import CAMERAS, add_cameras
 from layershuffle.gateway.http.errors import LOG, answer_plainly, error_response, error_status
 from layershuffle.gateway.http.files import page_routes
 from layershuffle.gateway.http.metrics import CONTENT_TYPE, Metrics
@@ -107,7 +108,7 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
         reference = None
         status = error_status(error)
         # Not request.url: it contains the Host header, which the client chooses.
-        if request.scope["path"] == _CLASSIFY and request.method == "POST":
+        if request.scope["path"].startswith((_CLASSIFY, CAMERAS)) and request.method == "POST":
             metrics.count_refusal(status)
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             now = gateway.router.clock()
@@ -141,6 +142,7 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
     )
     app.state.gateway = gateway
     _add_routes(app, gateway, metrics=metrics)
+    add_cameras(app, gateway, metrics=metrics)
     if page:
         app.router.routes += page_routes(gateway)
     return app

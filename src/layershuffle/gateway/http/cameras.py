@@ -1,0 +1,121 @@
+"""The door for cameras: the HTTP form of DeepStack and CodeProject.AI.
+
+Components of Home Assistant and Node-RED send an image in it and read labels with boxes. The
+form becomes a request to /v1/classify: its bounds, its key and its place are those of all others.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from email.message import Message
+from email.parser import BytesHeaderParser
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from PIL import Image
+from starlette.requests import Request
+from starlette.types import Message as Event
+
+from layershuffle.gateway.http.errors import HTTPError
+from layershuffle.gateway.http.images import FORMATS, without_metadata
+from layershuffle.gateway.http.metrics import Metrics
+from layershuffle.gateway.http.requests import Gateway, Options
+from layershuffle.ground.errors import UsageError
+
+CAMERAS = "/v1/vision/custom"
+MIN_CONFIDENCE = 0.45
+"""The least probability of a label, where the form has none. It is DeepStack's own."""
+_MAX_PARTS = 16  # of a form; components send three
+_MAX_HEAD = 4096  # bytes of the head of a part
+_HINT = "send multipart/form-data with the file as image, and min_confidence from 0 to 1"
+
+
+def add_cameras(app: FastAPI, gateway: Gateway, *, metrics: Metrics) -> None:
+    """Add the routes for cameras, where the last part of the model's spec is its name."""
+    model = re.split(r"[/:]", gateway.model.rstrip("/"))[-1]
+
+    @app.post(f"{CAMERAS}/list", summary="The names of models, as home automation asks for them")
+    async def names(request: Request) -> dict[str, Any]:
+        await _admitted(request, gateway)
+        return {"success": True, "models": [model]}
+
+    @app.post(f"{CAMERAS}/{{name}}", summary="Classify an image, as home automation sends it")
+    async def classify(request: Request, name: str) -> dict[str, Any]:
+        plain, form = await _admitted(request, gateway)
+        if name != model:
+            cause = f"There is no model {name[:40]} here"
+            raise HTTPError(HTTPStatus.NOT_FOUND, cause, hint=f"its name is {model}")
+        least = _least_probability(form)
+        image = form.get("image", b"")
+        if not image:
+            raise UsageError("There is no image in the form", hint=_HINT)
+        answer = await gateway.classify(_with_body(plain, image), Options())
+        metrics.count_answer(answer)
+        width, height = Image.open(io.BytesIO(without_metadata(image)), formats=FORMATS).size
+        box = {"x_min": 0, "y_min": 0, "x_max": width, "y_max": height}
+        predictions = []
+        for guess in answer.top:
+            if guess.probability >= least:
+                predictions.append({"label": guess.label, "confidence": guess.probability, **box})
+        return {"success": True, "predictions": predictions}
+
+
+async def _admitted(request: Request, gateway: Gateway) -> tuple[Request, dict[str, bytes]]:
+    """The request with the key of its form as a header, and the fields of the form.
+
+    The body is read before the key is known: within the memory and the time of an address. Raises
+    the errors of `Admission`.
+    """
+    kind = request.headers.get("content-type", "")
+    headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+    plain = Request({**request.scope, "headers": headers}, request.receive)
+    async with gateway.admission.received(plain) as received:
+        form = form_fields(received.body, kind=kind)
+    if form.get("api_key") and "authorization" not in request.headers:
+        headers.append((b"authorization", b"Bearer " + form["api_key"]))
+        plain = Request({**request.scope, "headers": headers}, request.receive)
+    await gateway.admission.admit(plain)
+    return plain, form
+
+
+def _least_probability(form: dict[str, bytes]) -> float:
+    """The field `min_confidence`. Raises `UsageError` if it is no number from 0 to 1."""
+    try:
+        least = float(form.get("min_confidence", MIN_CONFIDENCE))
+    except ValueError:
+        least = -1.0
+    if 0 <= least <= 1:
+        return least
+    raise UsageError("min_confidence is no number from 0 to 1", hint=_HINT)
+
+
+def _with_body(request: Request, body: bytes) -> Request:
+    """The request with a body that has arrived already."""
+    headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-length"]
+    events: list[Event] = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Event:
+        return events.pop() if events else await request.receive()
+
+    return Request({**request.scope, "headers": headers}, receive)
+
+
+def form_fields(body: bytes, *, kind: str) -> dict[str, bytes]:
+    """The fields of a form by name (RFC 7578), none of another `kind` (Content-Type) of body."""
+    head = Message()
+    head["Content-Type"] = kind
+    boundary = head.get_boundary()
+    fields: dict[str, bytes] = {}
+    if not boundary:
+        return fields
+    # The delimiter never occurs within a field. What is before the first one is no field.
+    delimiter = b"\r\n--" + boundary.encode("latin-1", "replace")
+    for part in (b"\r\n" + body).split(delimiter, _MAX_PARTS)[1:]:
+        end = part.find(b"\r\n\r\n", 0, _MAX_HEAD)
+        about = BytesHeaderParser().parsebytes(part[: max(0, end)].lstrip())
+        name = about.get_param("name", header="content-disposition")
+        if isinstance(name, str):
+            fields[name] = part[end + 4 :]
+    return fields
