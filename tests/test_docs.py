@@ -4,6 +4,7 @@ examples run, and the site, which `scripts/check` builds, sends no requests to o
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fashion_tables
+import numpy as np
 import pytest
 import sure_page
 import tables
@@ -18,12 +20,15 @@ import timm
 import torch
 import yaml
 from docs_hooks import foreign_requests, inside, with_options
+from PIL import ExifTags, Image
 
 import layershuffle as ls
 from exported import SHIPPED, exported_digits
 from layershuffle.cli import SWARM_COMMANDS, main
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError
+from layershuffle.models import image_view
+from pictures import noise
 from refusals import refuses
 
 
@@ -288,6 +293,38 @@ def test_the_page_on_onnx_runs_from_top_to_bottom(
     with torch.no_grad(), ls.running(model, order):
         wanted = model(torch.from_numpy(names["images"]))
     assert float((torch.from_numpy(names["logits"]) - wanted).abs().max()) < 1e-4
+    prepared = names["prepared"]
+    assert callable(prepared)
+    compare_with_timm(prepared, tmp_path=tmp_path)
+
+
+def compare_with_timm(prepared: Callable[..., np.ndarray], *, tmp_path: Path) -> None:
+    """`prepared` gives what timm's own transform gives of photographs that are not square.
+
+    For a square and an oblong model, wide and high photographs, smaller and larger than the model;
+    and of a turned one what a person sees.
+    """
+    configs = [
+        {"input_size": (3, 224, 224), "crop_pct": 0.9, "interpolation": "bicubic"},
+        {"input_size": (3, 240, 240), "crop_pct": 0.875, "interpolation": "bilinear"},
+        {"input_size": (3, 96, 160), "crop_pct": 1.0, "interpolation": "bicubic"},
+    ]
+    for config in configs:
+        backbone = timm.create_model("vit_tiny_patch16_224", depth=2, pretrained_cfg_overlay=config)
+        view = dataclasses.asdict(image_view(ls.wrap(backbone)))
+        transform = timm.data.create_transform(**timm.data.resolve_data_config(model=backbone))
+        for size in ((301, 200), (200, 301), (97, 61), (640, 481)):
+            photograph = noise(size[0], size=size)
+            difference = prepared(photograph, view)[0] - transform(photograph).numpy()
+            assert prepared(photograph, view).shape == (1, *config["input_size"])
+            assert float(np.abs(difference).max()) < 1e-6
+    turned = noise(1, size=(120, 80))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    turned.save(tmp_path / "turned.png", exif=exif)
+    upright = turned.transpose(Image.Transpose.ROTATE_270)
+    with Image.open(tmp_path / "turned.png") as photograph:
+        assert np.array_equal(prepared(photograph, view), prepared(upright, view))
 
 
 def test_the_recipes_of_the_pages_are_those_that_ship(repository):
