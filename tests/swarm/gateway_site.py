@@ -26,8 +26,8 @@ from layershuffle.gateway.brain.state import HostState, Swarm
 from layershuffle.gateway.calibration.calibration import Calibration, CellAccuracy
 from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.hosts.router import Router
+from layershuffle.gateway.http.admission import Keys
 from layershuffle.gateway.http.app import create_app
-from layershuffle.gateway.http.keys import Keys
 from layershuffle.gateway.http.requests import Gateway
 from layershuffle.models import class_names_of, file_view, num_classes_of
 from layershuffle.models.stem_head import run_head, run_stem

@@ -26,8 +26,8 @@ from layershuffle.gateway.brain.state import Swarm
 from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.client.client import AsyncSwarmClient, SwarmClient, SwarmError
 from layershuffle.gateway.http.admission import GatewayLimits
-from layershuffle.gateway.http.keys import client_context, read_keys, server_context
 from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.secrets import client_context, read_keys, server_context
 from layershuffle.gateway.http.start import Serving, serve_swarm
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import UsageError

@@ -21,8 +21,8 @@ from gateway_site import certify, picture, run, site, started
 from layershuffle import cli
 from layershuffle.cli.serving import UpCommand
 from layershuffle.gateway.hosts.connections import ConnectedHosts
-from layershuffle.gateway.http.keys import pinned
 from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.secrets import pinned
 from layershuffle.gateway.http.upkeep import Upkeep
 from layershuffle_host.__main__ import parser
 from pictures import file_of

@@ -5,7 +5,7 @@ import asyncio
 import os
 import threading
 import tracemalloc
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import httpx
 import pytest
@@ -25,11 +25,16 @@ from clock import SkippingLoop
 from common import DEPTH, SIZE
 from layershuffle.gateway.brain.messages import VisitError
 from layershuffle.gateway.brain.state import HostState
-from layershuffle.gateway.http import images
-from layershuffle.gateway.http import keys as keys_module
-from layershuffle.gateway.http.admission import Admission, GatewayLimits, client_name
-from layershuffle.gateway.http.keys import Keys, read_secret
+from layershuffle.gateway.http import admission, images
+from layershuffle.gateway.http.admission import (
+    Admission,
+    GatewayLimits,
+    HTTPError,
+    Keys,
+    client_name,
+)
 from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.secrets import is_loopback, read_secret
 from layershuffle.ground.errors import UsageError
 from pictures import file_of
 from refusals import refuses
@@ -38,28 +43,36 @@ from waiting import HANGS, until
 KEY, OTHER = "a-key-of-some-length", "another-key-of-some-length"
 
 
+def opens(keys, authorization):
+    """Whether keys let in a request with this header."""
+    headers = [(b"authorization", authorization.encode())]
+    with suppress(HTTPError):
+        keys.check(Request({"type": "http", "headers": headers}), cause="no", hint="no")
+        return True
+    return False
+
+
 def test_keys_compare_in_constant_time(monkeypatch):
     """Every comparison is hmac's, of digests of one length, and all keys are compared."""
     compared = []
-    genuine = keys_module.hmac.compare_digest
+    genuine = admission.hmac.compare_digest
 
     def spy(first, second):
         compared.append((len(first), len(second)))
         return genuine(first, second)
 
-    monkeypatch.setattr(keys_module.hmac, "compare_digest", spy)
+    monkeypatch.setattr(admission.hmac, "compare_digest", spy)
     keys = Keys([KEY, KEY + "2", KEY + "3"])
-    assert keys.accept(KEY.encode())
-    assert not keys.accept(b"x")
+    assert opens(keys, f"Bearer {KEY}")
+    assert not opens(keys, "Bearer x")
     assert compared == [(32, 32)] * 6
-    assert Keys([]).accept(b"")
+    assert not opens(keys, f"Basic {KEY}")
+    assert not opens(Keys([]), "Bearer ")
 
 
 def test_which_addresses_this_machine_alone_reaches():
-    assert all(
-        map(keys_module.is_loopback, ("127.0.0.1", "::1", "[::1]", "localhost", "127.8.8.8"))
-    )
-    assert not any(map(keys_module.is_loopback, ("0.0.0.0", "example.org", "10.0.0.1", "::")))
+    assert all(map(is_loopback, ("127.0.0.1", "::1", "[::1]", "localhost", "127.8.8.8")))
+    assert not any(map(is_loopback, ("0.0.0.0", "example.org", "10.0.0.1", "::")))
 
 
 def test_addresses_of_one_client():
@@ -81,7 +94,7 @@ def test_lines_of_a_key_file_that_are_none(tmp_path, line):
     with refuses(UsageError, keys):
         Keys(file=keys)
     keys.write_text(f"\ufeff{OTHER}\n")  # some editors put a byte order mark there
-    assert Keys(file=keys).accept(OTHER.encode())
+    assert opens(Keys(file=keys), f"Bearer {OTHER}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")

@@ -18,7 +18,6 @@ from layershuffle.gateway.brain.state import HostState, Swarm, retry_after
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.app import Quiet
 from layershuffle.gateway.http.listening import listening
-from layershuffle.gateway.http.metrics import Metrics
 from layershuffle.gateway.http.operator import add_operator
 from layershuffle.models import image_view
 from pictures import file_of
@@ -457,9 +456,7 @@ def test_hosts_that_left_are_not_counted_any_more():
             name = f"spare-{number}"
             place.router.swarm = Swarm([HostState(name, frozenset(range(DEPTH)))])
             await place.classify(FILE)
-        observers = [getattr(observer, "__self__", None) for observer in place.router.observers]
-        (metrics,) = [observer for observer in observers if isinstance(observer, Metrics)]
-        remembered = len(metrics.hops)
+        remembered = len(place.app.state.gateway.counters.visits)
         last = (await place.client.get("/metrics")).text
         place.router.swarm = Swarm()
         return remembered, last, (await place.client.get("/metrics")).text

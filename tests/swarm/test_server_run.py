@@ -20,8 +20,8 @@ from websockets.exceptions import ConnectionClosed
 from layershuffle.cli.serving import UpCommand
 from layershuffle.gateway.brain.settings import SwarmSettings
 from layershuffle.gateway.http.admission import GatewayLimits
-from layershuffle.gateway.http.keys import client_context, server_context
 from layershuffle.gateway.http.listening import GatewaySocket, listening
+from layershuffle.gateway.http.secrets import client_context, server_context
 from layershuffle.gateway.http.start import Serving, serve_swarm
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle_host.wire import Close

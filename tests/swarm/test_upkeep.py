@@ -27,8 +27,8 @@ from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.service import running_service
 from layershuffle.gateway.http import upkeep as upkeep_of
-from layershuffle.gateway.http.keys import certificate_expiry
 from layershuffle.gateway.http.listening import listening
+from layershuffle.gateway.http.secrets import certificate_expiry
 from layershuffle.gateway.http.start import Serving
 from layershuffle.gateway.http.upkeep import Upkeep
 from layershuffle.ground.bundled import asset

@@ -42,7 +42,7 @@ class ServerOptions(Reporting):
         """
         key = None
         if self.api_key_file is not None:
-            from layershuffle.gateway.http.keys import read_keys
+            from layershuffle.gateway.http.secrets import read_keys
 
             keys = read_keys(self.api_key_file)
             # The file of a server may hold many keys; we do not guess which of them is meant.

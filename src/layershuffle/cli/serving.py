@@ -128,7 +128,7 @@ class UpCommand(Command):
         `key`: the key of the operator, or "" if it must not be shown.
         """
         from layershuffle.gateway.http.files import join_address
-        from layershuffle.gateway.http.keys import is_loopback
+        from layershuffle.gateway.http.secrets import is_loopback
 
         # With all flags that the address needs, so that the printed lines can be copied.
         address = f" --address {url}"

@@ -20,7 +20,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from layershuffle.gateway.http.answers import Classification, ErrorAnswer, SwarmAnswer
-from layershuffle.gateway.http.keys import client_context, is_loopback
+from layershuffle.gateway.http.secrets import client_context, is_loopback
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.ground.files import user_path
 

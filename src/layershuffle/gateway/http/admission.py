@@ -8,13 +8,16 @@ is shared between addresses (`places`), so that none of them shuts out the other
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import ipaddress
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from http import HTTPStatus
+from pathlib import Path
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,7 +28,8 @@ from layershuffle.gateway.brain.limits import Milliseconds
 from layershuffle.gateway.brain.messages import time_limit
 from layershuffle.gateway.brain.places import HeldPlace, Places, Shares
 from layershuffle.gateway.http.errors import HTTPError, busy
-from layershuffle.gateway.http.keys import Keys, is_loopback
+from layershuffle.gateway.http.secrets import is_loopback, read_keys
+from layershuffle.ground.errors import UsageError
 from layershuffle.ground.settings import Positive, Settings
 
 BODY_HINT = "send one image as the body, neither as a form nor compressed: curl --data-binary @FILE"
@@ -34,6 +38,7 @@ ENDING_SECONDS = 3.0
 left two seconds later."""
 RETURN_SECONDS = 5.0
 """Seconds after which a gateway that a service manager starts again has its hosts back."""
+_SHORTEST_KEY = 16
 _MAX_DIGITS = 18  # of a Content-Length that are read
 _IPV6_PREFIX = 64  # one client may use every address below such a prefix
 _T = TypeVar("_T")
@@ -92,10 +97,56 @@ def client_name(address: str) -> str:
     return str(mapped or ipaddress.ip_network((int(parsed), _IPV6_PREFIX), strict=False))
 
 
-def bearer_key(request: Request) -> bytes:
-    """The key in `Authorization: Bearer KEY`; empty without one."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+class Keys:
+    """The API keys that open the gateway; without any it is open to everybody.
+
+    Every one of the `lines`, or of the lines of a `file`, is a key. Raises `UsageError` for keys
+    that are short enough to be guessed, and for those that no header carries.
+    """
+
+    def __init__(self, lines: Sequence[str] = (), *, file: Path | None = None) -> None:
+        self._file = file
+        self._digests = list(map(_checked, lines))
+        self.load()
+
+    def load(self) -> None:
+        """Read the file again.
+
+        Raises the errors of `read_keys`, and `UsageError` for a line that is no key; then the old
+        keys stay.
+        """
+        if self._file is not None:
+            lines = read_keys(self._file)
+            self._digests = [_checked(line, place=self._file) for line in lines]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def check(self, request: Request, *, cause: str, hint: str) -> None:
+        """Raises `HTTPError` (401) with `cause` unless a request has one of the keys.
+
+        The request sends it as `Authorization: Bearer KEY`. A wrong key takes as long as a right
+        one.
+        """
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        sent = key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+        # Digests have equal length, and all are compared: the time does not depend on the length of
+        # a key, its first letters, or its place in the list.
+        digest = hashlib.sha256(sent).digest()
+        matches = [hmac.compare_digest(digest, valid) for valid in self._digests]
+        if not any(matches):
+            raise HTTPError(HTTPStatus.UNAUTHORIZED, cause, hint=hint)
+
+
+def _checked(key: str, *, place: Path | None = None) -> bytes:
+    """The digest of a key. Raises `UsageError` for a line of `place` that is no key."""
+    if len(key) < _SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
+        raise UsageError(
+            f"An API key is one word of at least {_SHORTEST_KEY} ASCII letters, digits and signs",
+            place=place,
+            hint='make one: python -c "import secrets; print(secrets.token_urlsafe(24))"',
+        )
+    return hashlib.sha256(key.encode()).digest()
 
 
 class Received:
@@ -156,12 +207,11 @@ class Admission:
         gateway, by which such a page would reach it (DNS rebinding).
         """
         if self.keys:
-            if not self.keys.accept(bearer_key(request)):
-                raise HTTPError(
-                    HTTPStatus.UNAUTHORIZED,
-                    "The API key is missing or wrong",
-                    hint="send it as Authorization: Bearer KEY",
-                )
+            self.keys.check(
+                request,
+                cause="The API key is missing or wrong",
+                hint="send it as Authorization: Bearer KEY",
+            )
             return
         host = _host_name(f"//{request.headers.get('host', '')}")
         # Without a name, as of HTTP/1.0, it is no browser that was led here by one.

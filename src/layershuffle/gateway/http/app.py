@@ -12,9 +12,9 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, Query
+from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
@@ -91,7 +91,6 @@ class Quiet:
 
 def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
     """The API of `gateway`, which is closed when the server ends; with `page`, its page at /."""
-    metrics = Metrics(gateway)
     logged = Quiet(_LOGGED_AT_ONCE, every=_LOGGED_EVERY)
 
     @asynccontextmanager
@@ -109,7 +108,7 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
         status = error_status(error)
         # Not request.url: it contains the Host header, which the client chooses.
         if request.scope["path"].startswith((_CLASSIFY, CAMERAS)) and request.method == "POST":
-            metrics.count_refusal(status)
+            gateway.counters.count_refusal(status)
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             now = gateway.router.clock()
             reference = uuid.uuid4().hex
@@ -141,14 +140,15 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
         },
     )
     app.state.gateway = gateway
-    _add_routes(app, gateway, metrics=metrics)
-    add_cameras(app, gateway, metrics=metrics)
+    _add_routes(app, gateway)
+    add_cameras(app, gateway)
     if page:
         app.router.routes += page_routes(gateway)
     return app
 
 
-def _add_routes(app: FastAPI, gateway: Gateway, *, metrics: Metrics) -> None:
+def _add_routes(app: FastAPI, gateway: Gateway) -> None:
+    metrics = Metrics(gateway)
     guarded: list[Any] = [Depends(gateway.admission.admit)]
     errors = dict(_ERRORS)
     if gateway.keys:
@@ -158,19 +158,18 @@ def _add_routes(app: FastAPI, gateway: Gateway, *, metrics: Metrics) -> None:
     del errors[403 if gateway.keys else 401]
     refusals: dict[int | str, dict[str, Any]] = {unwelcome: errors[unwelcome]}
 
-    @app.post(
+    app.add_api_route(
         _CLASSIFY,
+        gateway.respond,
+        methods=["POST"],
         dependencies=guarded,
         responses=errors,
         response_model=Classification,
         openapi_extra={"requestBody": _IMAGE},
+        name="classify",
+        description="The body is one image: JPEG, PNG or WebP.",
         summary="Classify an image",
     )
-    async def classify(request: Request, options: Annotated[Options, Query()]) -> Response:
-        answer = await gateway.classify(request, options)
-        metrics.count_answer(answer)
-        # As a response, or FastAPI would validate it once more.
-        return Response(answer.model_dump_json(), media_type="application/json")
 
     @app.get(
         "/v1/swarm", dependencies=guarded, responses=refusals, summary="The hosts, as they are now"

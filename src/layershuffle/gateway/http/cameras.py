@@ -20,7 +20,6 @@ from starlette.types import Message as Event
 
 from layershuffle.gateway.http.errors import HTTPError
 from layershuffle.gateway.http.images import FORMATS, without_metadata
-from layershuffle.gateway.http.metrics import Metrics
 from layershuffle.gateway.http.requests import Gateway, Options
 from layershuffle.ground.errors import UsageError
 
@@ -32,7 +31,7 @@ _MAX_HEAD = 4096  # bytes of the head of a part
 _HINT = "send multipart/form-data with the file as image, and min_confidence from 0 to 1"
 
 
-def add_cameras(app: FastAPI, gateway: Gateway, *, metrics: Metrics) -> None:
+def add_cameras(app: FastAPI, gateway: Gateway) -> None:
     """Add the routes for cameras, where the last part of the model's spec is its name."""
     model = re.split(r"[/:]", gateway.model.rstrip("/"))[-1]
 
@@ -52,7 +51,7 @@ def add_cameras(app: FastAPI, gateway: Gateway, *, metrics: Metrics) -> None:
         if not image:
             raise UsageError("There is no image in the form", hint=_HINT)
         answer = await gateway.classify(_with_body(plain, image), Options())
-        metrics.count_answer(answer)
+        gateway.counters.count_answer(answer)
         width, height = Image.open(io.BytesIO(without_metadata(image)), formats=FORMATS).size
         box = {"x_min": 0, "y_min": 0, "x_max": width, "y_max": height}
         predictions = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from http import HTTPStatus
 from platform import python_version
 
 import prometheus_client as prometheus
@@ -17,10 +16,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from layershuffle._version import __version__
-from layershuffle.gateway.brain.messages import Outcome, State, Visited
+from layershuffle.gateway.brain.messages import Outcome
 from layershuffle.gateway.http.answers import (
     Audits,
-    Classification,
     Health,
     HostAnswer,
     SwarmAnswer,
@@ -28,65 +26,17 @@ from layershuffle.gateway.http.answers import (
 from layershuffle.gateway.http.requests import Gateway
 
 CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_OUTCOMES = {
-    HTTPStatus.SERVICE_UNAVAILABLE: "unanswered",
-    HTTPStatus.TOO_MANY_REQUESTS: "busy",
-    HTTPStatus.UNAUTHORIZED: "unauthorised",
-    HTTPStatus.INTERNAL_SERVER_ERROR: "failed",
-}
 
 
 class Metrics(Collector):
-    """The counters of one gateway, in a Prometheus registry of their own.
-
-    `requests` counts classifications by outcome, `hops` visits by host and outcome.
-    """
+    """What a gateway shows of itself; its counters in a Prometheus registry of their own."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        # Not by prometheus_client, which never forgets a label: hosts come and go.
-        self.requests: Counter[str] = Counter()
-        self.hops: dict[str, Counter[Outcome]] = {}
-        # One bucket for each number of blocks, so that nothing is rounded.
-        blocks = tuple(range(1, len(gateway.router.hosted) + 1))
-        self._seconds = prometheus.Histogram(
-            "layershuffle_request_seconds",
-            "Time of answered requests.",
-            buckets=_SECONDS,
-            registry=None,
-        )
-        self._blocks = prometheus.Histogram(
-            "layershuffle_blocks_used", "Blocks used by answers.", buckets=blocks, registry=None
-        )
         # Not the library's global registry: a process may run several gateways, as drills do.
         self._registry = prometheus.CollectorRegistry()
-        for collector in (self, self._seconds, self._blocks):
+        for collector in (self, gateway.counters.seconds, gateway.counters.blocks):
             self._registry.register(collector)
-        gateway.router.observers.append(self._count_hop)
-
-    def count_answer(self, answer: Classification) -> None:
-        """Count an answer."""
-        self.requests["degraded" if answer.degraded else "answered"] += 1
-        self._seconds.observe(answer.ms.total / 1000)
-        self._blocks.observe(len(set(answer.blocks)))  # some may have run again
-
-    def count_refusal(self, status: HTTPStatus) -> None:
-        """Count a classification that ended with `status`."""
-        self.requests[_OUTCOMES.get(status, "refused")] += 1
-
-    def _count_hop(self, hop: Visited, before: State, after: State | None) -> None:
-        del before, after
-        # Also here, not only in `swarm`, for gateways whose metrics are never read.
-        if hop.host not in self.hops:
-            self._forget_hosts()
-            self.hops[hop.host] = Counter()
-        self.hops[hop.host][hop.outcome] += 1
-
-    def _forget_hosts(self) -> None:
-        """Drop the counters of hosts that have left, because spares come and go for years."""
-        for host in self.hops.keys() - set(self._gateway.router.swarm):
-            del self.hops[host]
 
     def health(self) -> Health:
         """Whether requests can be answered now, and what will fail if nobody acts."""
@@ -129,10 +79,11 @@ class Metrics(Collector):
         router = gateway.router
         expected, why = gateway.expected_now()
         health = gateway.coordinator.health
-        self._forget_hosts()
+        counters = gateway.counters
+        counters.keep(router.swarm)
         hosts: list[HostAnswer] = []
         for host in router.swarm.values():
-            visits = self.hops.get(host.name, Counter()).total()
+            visits = counters.visits.get(host.name, Counter()).total()
             started_here = host.name in gateway.coordinator.children.names
             hosts.append(HostAnswer.from_state(host, visits=visits, started_here=started_here))
         return SwarmAnswer(
@@ -141,7 +92,7 @@ class Metrics(Collector):
             fixed=router.fixed,
             unreachable_blocks=router.swarm.lacking(router.hosted),
             hosts=hosts,
-            counters=dict(self.requests),
+            counters=dict(counters.requests),
             audits=Audits(audited=health.audited, disagreed=health.disagreed),
             expected=expected,
             expected_why=why,
@@ -157,7 +108,7 @@ class Metrics(Collector):
         upkeep = self._gateway.upkeep
         hosted = swarm.depth - sum(swarm.fixed)
         reachable = hosted - len(swarm.unreachable_blocks)
-        yield from _counters(swarm, self.hops)
+        yield from _counters(swarm, self._gateway.counters.visits)
         yield from _host_gauges(swarm.hosts)
         gauges = {
             "reachable_blocks": ("Blocks that a usable host holds.", reachable),

@@ -22,9 +22,9 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
-from layershuffle.gateway.http.admission import bearer_key
+from layershuffle.gateway.http.admission import Keys
 from layershuffle.gateway.http.errors import HTTPError
-from layershuffle.gateway.http.keys import Keys, client_context, pinned, read_secret
+from layershuffle.gateway.http.secrets import client_context, pinned, read_secret
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.ground.files import explained, user_path, write_bytes
 
@@ -61,12 +61,11 @@ def add_operator(app: FastAPI, *, key: str) -> None:
     keys = Keys([key])
 
     async def command(name: CommandName, request: Request) -> dict[str, Any]:
-        if not keys.accept(bearer_key(request)):
-            raise HTTPError(
-                HTTPStatus.UNAUTHORIZED,
-                "The operator's key is missing or wrong",
-                hint="`layershuffle swarm up` prints the address of the page with the key in it",
-            )
+        keys.check(
+            request,
+            cause="The operator's key is missing or wrong",
+            hint="`layershuffle swarm up` prints the address of the page with the key in it",
+        )
         try:  # not as an argument: FastAPI would read the body of anybody, of any size
             host = Fields.model_validate_json(await request.body()).host
         except ValidationError as error:

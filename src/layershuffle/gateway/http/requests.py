@@ -1,23 +1,29 @@
-"""The gateway to a model: it carries out classifications, from the first byte to the answer."""
+"""The gateway to a model: it carries out classifications, from their route to the answer."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from fastapi import Query
+from prometheus_client import Histogram
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
+from starlette.responses import Response
 
+from layershuffle.gateway.brain.messages import Outcome, State, Visited
 from layershuffle.gateway.brain.policy import side_by_side
 from layershuffle.gateway.brain.rounds import Cell, cell_of
 from layershuffle.gateway.calibration.calibration import NEVER, Expected, expected_accuracy
 from layershuffle.gateway.hosts.remote_model import RemoteModel
-from layershuffle.gateway.http.admission import Admission, GatewayLimits
+from layershuffle.gateway.http.admission import Admission, GatewayLimits, Keys
 from layershuffle.gateway.http.answers import Classification, classification
 from layershuffle.gateway.http.images import image_batch
-from layershuffle.gateway.http.keys import Keys
 from layershuffle.ground.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +32,13 @@ if TYPE_CHECKING:
 
 _MAX_TOP = 1000
 _MILLI = 1000.0
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_OUTCOMES = {
+    HTTPStatus.SERVICE_UNAVAILABLE: "unanswered",
+    HTTPStatus.TOO_MANY_REQUESTS: "busy",
+    HTTPStatus.UNAUTHORIZED: "unauthorised",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "failed",
+}
 
 
 class Options(BaseModel):
@@ -48,6 +61,46 @@ class Options(BaseModel):
         "runs all of them. Default: what lost at most 0.3 points of top-1 when it was measured.",
     )
     top: int = Field(5, ge=1, le=_MAX_TOP, description="Classes in the answer, at most.")
+
+
+class Counters:
+    """What became of requests and visits since the start; `metrics` shows it.
+
+    `requests` counts classifications by outcome, `visits` those to every host by outcome.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        # Not by prometheus_client, which never forgets a label: hosts come and go.
+        self.requests: Counter[str] = Counter()
+        self.visits: dict[str, Counter[Outcome]] = {}
+        self.seconds = Histogram(
+            "layershuffle_request_seconds",
+            "Time of answered requests.",
+            buckets=_SECONDS,
+            registry=None,
+        )
+        # One bucket for each number of blocks, so that nothing is rounded.
+        self.blocks = Histogram(
+            "layershuffle_blocks_used",
+            "Blocks used by answers.",
+            buckets=tuple(range(1, blocks + 1)),
+            registry=None,
+        )
+
+    def count_answer(self, answer: Classification) -> None:
+        """Count an answer."""
+        self.requests["degraded" if answer.degraded else "answered"] += 1
+        self.seconds.observe(answer.ms.total / _MILLI)
+        self.blocks.observe(len(set(answer.blocks)))  # some may have run again
+
+    def count_refusal(self, status: HTTPStatus) -> None:
+        """Count a classification that ended with `status`."""
+        self.requests[_OUTCOMES.get(status, "refused")] += 1
+
+    def keep(self, hosts: Collection[str]) -> None:
+        """Drop the visits of hosts that have left, because spares come and go for years."""
+        for host in self.visits.keys() - set(hosts):
+            del self.visits[host]
 
 
 @dataclass(eq=False)
@@ -83,6 +136,8 @@ class Gateway:
         )
         most = self.limits.max_pixels
         self._decode = partial(image_batch, view=manifest.file_view, most_pixels=most)
+        self.counters = Counters(len(self.router.hosted))
+        self.router.observers.append(self._count_visit)
         self._pool = self.decoder_threads or ThreadPoolExecutor(
             self.limits.decoders, thread_name_prefix="decoder"
         )
@@ -90,6 +145,21 @@ class Gateway:
     def close(self) -> None:
         """End the decoder threads when their work is done."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _count_visit(self, hop: Visited, before: State, after: State | None) -> None:
+        del before, after
+        if hop.host not in self.counters.visits:
+            # Also here, for gateways whose metrics are never read.
+            self.counters.keep(self.router.swarm)
+            self.counters.visits[hop.host] = Counter()
+        self.counters.visits[hop.host][hop.outcome] += 1
+
+    async def respond(self, request: Request, options: Annotated[Options, Query()]) -> Response:
+        """The response to an admitted request of POST /v1/classify. Raises as `classify` does."""
+        answer = await self.classify(request, options)
+        self.counters.count_answer(answer)
+        # As a response, or FastAPI would validate it once more.
+        return Response(answer.model_dump_json(), media_type="application/json")
 
     async def classify(self, request: Request, options: Options) -> Classification:
         """The answer to a request that was admitted.

@@ -22,19 +22,18 @@ from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.on_ray import hosts_on_ray
 from layershuffle.gateway.hosts.service import background, running_service
 from layershuffle.gateway.hosts.shut_out import ShutOut
-from layershuffle.gateway.http.admission import GatewayLimits
+from layershuffle.gateway.http.admission import GatewayLimits, Keys
 from layershuffle.gateway.http.app import create_app
 from layershuffle.gateway.http.files import join_routes, runtime
-from layershuffle.gateway.http.keys import (
-    Keys,
+from layershuffle.gateway.http.listening import GatewaySocket, listening
+from layershuffle.gateway.http.operator import Operated, add_operator, state_directory
+from layershuffle.gateway.http.requests import Gateway
+from layershuffle.gateway.http.secrets import (
     certificate_expiry,
     is_loopback,
     read_secret,
     server_context,
 )
-from layershuffle.gateway.http.listening import GatewaySocket, listening
-from layershuffle.gateway.http.operator import Operated, add_operator, state_directory
-from layershuffle.gateway.http.requests import Gateway
 from layershuffle.gateway.http.upkeep import Upkeep
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.files import write_bytes

@@ -1,71 +1,23 @@
-"""Who may come in: API keys, certificates, files of secrets, open addresses.
+"""Files of secrets and certificates, and whether an address is open to other machines.
 
 It imports no web framework, because clients read key files and certificates too.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from layershuffle.ground.errors import UsageError
 
-_SHORTEST_KEY = 16
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _TIME = rb"\x17\x0d\d{12}Z|\x18\x0f\d{14}Z"  # with a year of two or of four digits
 _VALIDITY = re.compile(rb"\x30.(?:%s)(%s)" % (_TIME, _TIME), re.DOTALL)
 _SHORT_YEAR = 12  # digits
-
-
-class Keys:
-    """The API keys that open the gateway; without any it is open to everybody.
-
-    Every one of the `lines`, or of the lines of a `file`, is a key. Raises `UsageError` for keys
-    that are short enough to be guessed, and for those that no header carries.
-    """
-
-    def __init__(self, lines: Sequence[str] = (), *, file: Path | None = None) -> None:
-        self._file = file
-        self._digests = [_checked(line) for line in lines]
-        self.load()
-
-    def load(self) -> None:
-        """Read the file again.
-
-        Raises the errors of `read_keys`, and `UsageError` for a line that is no key; then the old
-        keys stay.
-        """
-        if self._file is not None:
-            self._digests = [_checked(line, place=self._file) for line in read_keys(self._file)]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def accept(self, key: bytes) -> bool:
-        """Whether `key` is one of the keys; a wrong key takes as long as a right one."""
-        # Digests have equal length, and all are compared: the time does not depend on the length of
-        # a key, its first letters, or its place in the list.
-        digest = _digest(key)
-        matches = [hmac.compare_digest(digest, valid) for valid in self._digests]
-        return not matches or any(matches)
-
-
-def _checked(key: str, *, place: Path | None = None) -> bytes:
-    """The digest of a key. Raises `UsageError` for a line of `place` that is no key."""
-    if len(key) < _SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
-        raise UsageError(
-            f"An API key is one word of at least {_SHORTEST_KEY} ASCII letters, digits and signs",
-            place=place,
-            hint='make one: python -c "import secrets; print(secrets.token_urlsafe(24))"',
-        )
-    return _digest(key.encode())
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
@@ -75,10 +27,6 @@ def read_keys(path: Path) -> tuple[str, ...]:
     """
     lines = read_secret(path, what="API keys", hint="one key per line, mode 0600").splitlines()
     return tuple(line.strip() for line in lines if line.strip())
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def certificate_expiry(certificate: Path) -> datetime | None:
