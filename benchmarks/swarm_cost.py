@@ -26,8 +26,8 @@ from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.export import export_model
-from layershuffle.gateway.brain.messages import Visit
 from layershuffle.gateway.brain.settings import DEFAULT_MODEL
+from layershuffle.gateway.brain.state import Visit
 from layershuffle.gateway.calibration.served import ServedModel, served_directory
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.remote_model import RemoteModel

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layershuffle.gateway.brain.messages import Answer, State, Transport, Visit
 from layershuffle.gateway.brain.settings import Wire
+from layershuffle.gateway.brain.state import Answer, State, Visit
+from layershuffle.gateway.hosts.router import Transport
 from layershuffle.ground.errors import LayerShuffleError
 from simulation.faults import FaultKind
 

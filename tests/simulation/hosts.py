@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layershuffle.gateway.brain.messages import Answer, State, Visit, VisitError
 from layershuffle.gateway.brain.settings import Wire
+from layershuffle.gateway.brain.state import Answer, State, Visit, VisitError
 
 NOTICE_MS = 10.0
 """From the death of a process until its callers are told: SIGKILL of one here takes 5 to 11 ms."""
@@ -137,7 +137,7 @@ class SimulatedHost:
 
 
 class SimulatedHosts(dict[str, SimulatedHost]):
-    """All hosts of a simulation, by name, as a transport (`messages.Transport`).
+    """All hosts of a simulation, by name, as a transport (`router.Transport`).
 
     `visits` counts visits sent. `max_batch` and `delay_ms` are those of `run.simulate`.
     """

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layershuffle.gateway.brain.messages import Route
-from layershuffle.gateway.brain.rounds import Cell, cell_of
+from layershuffle.gateway.brain.policy import Cell, Route, cell_of
 from layershuffle.gateway.brain.sureness import Stop
 from layershuffle.gateway.client.judging import Ended, ends_and_times
 from layershuffle.ground.stats import mean

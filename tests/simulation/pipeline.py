@@ -10,9 +10,16 @@ from __future__ import annotations
 import asyncio
 
 from layershuffle.gateway.brain import state
-from layershuffle.gateway.brain.messages import Route, State, Visit, Visited, VisitError
-from layershuffle.gateway.brain.policy import hop_limit
-from layershuffle.gateway.brain.state import HostState, expected, lag_of
+from layershuffle.gateway.brain.policy import Route, hop_limit
+from layershuffle.gateway.brain.state import (
+    HostState,
+    State,
+    Visit,
+    Visited,
+    VisitError,
+    expected,
+    lag_of,
+)
 from layershuffle.gateway.hosts.router import Router
 
 _LOOK = 0.01  # seconds between looks for a host of a block that nobody holds

@@ -17,9 +17,8 @@ import numpy as np
 from layershuffle.gateway.brain import state
 from layershuffle.gateway.brain.assignment import BlockFile, HostCapacity, assign
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import State
-from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
-from layershuffle.gateway.brain.state import HostState, Swarm, retry_after
+from layershuffle.gateway.brain.policy import QUEUE, Cell, Rounds
+from layershuffle.gateway.brain.state import HostState, State, Swarm, retry_after
 from layershuffle.gateway.brain.sureness import Stop
 from layershuffle.gateway.hosts.health import HealthMonitor, Reference
 from layershuffle.gateway.hosts.router import Router

@@ -15,9 +15,9 @@ from starlette.applications import Starlette
 from websockets.asyncio.client import ClientConnection, connect
 
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import Route, State, Visit
-from layershuffle.gateway.brain.rounds import Cell, Rounds
+from layershuffle.gateway.brain.policy import Cell, Rounds, Route
 from layershuffle.gateway.brain.settings import Wire
+from layershuffle.gateway.brain.state import State, Visit
 from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator

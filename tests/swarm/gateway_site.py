@@ -21,8 +21,7 @@ from common import DEPTH, FAMILIES, SIZE
 from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tensors import logits_of
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import Answer
-from layershuffle.gateway.brain.state import HostState, Swarm
+from layershuffle.gateway.brain.state import Answer, HostState, Swarm
 from layershuffle.gateway.calibration.calibration import Calibration, CellAccuracy
 from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.hosts.router import Router

@@ -23,8 +23,7 @@ from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import depth_of, running, stack_of
 from layershuffle.data import DataOptions, Split, open_data
 from layershuffle.data.splits import limited_test
-from layershuffle.gateway.brain.messages import VisitError
-from layershuffle.gateway.brain.rounds import (
+from layershuffle.gateway.brain.policy import (
     QUEUE,
     UNEXPLAINED,
     Cell,
@@ -32,6 +31,7 @@ from layershuffle.gateway.brain.rounds import (
     late_last,
     overlapped,
 )
+from layershuffle.gateway.brain.state import VisitError
 from layershuffle.gateway.brain.sureness import (
     Sureness,
     calibration_error,

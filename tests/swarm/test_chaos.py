@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from clock import loop_time, run_virtual
-from layershuffle.gateway.brain.messages import Answer, Visit
+from layershuffle.gateway.brain.state import Answer, Visit
 from simulation.chaos import ChaosTransport
 
 STATE = np.random.default_rng(0).normal(size=(1, 5, 8)).astype(np.float32)

@@ -16,7 +16,7 @@ import pytest
 from dial_site import TOKEN, Site, Stranger, dialled, digits, gateway, hosting, states
 from websockets.exceptions import ConnectionClosed
 
-from layershuffle.gateway.brain.messages import Outcome, VisitError
+from layershuffle.gateway.brain.state import Outcome, VisitError
 from layershuffle.gateway.hosts import connections as members_module
 from layershuffle_host import wire
 from layershuffle_host.wire import FILE_PATH, Close, Dtype, Header, Kind, State, Why

@@ -33,8 +33,8 @@ from gateway_site import picture, run
 
 from layershuffle.cli.serving import JsonLines
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import Outcome, Route, Visited
-from layershuffle.gateway.brain.state import Swarm
+from layershuffle.gateway.brain.policy import Route
+from layershuffle.gateway.brain.state import Outcome, Swarm, Visited
 from layershuffle.gateway.hosts import connections as members_module
 from layershuffle.gateway.hosts import coordinator as coordinator_module
 from layershuffle.gateway.hosts.children import Children

@@ -14,8 +14,7 @@ import pytest
 from clock import loop_time, run_virtual
 from layershuffle.gateway.brain import state
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import Answer, Visit, Visited
-from layershuffle.gateway.brain.state import HostState, Swarm
+from layershuffle.gateway.brain.state import Answer, HostState, Swarm, Visit, Visited
 from layershuffle.gateway.hosts.health import (
     Habit,
     HealthMonitor,

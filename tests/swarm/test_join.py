@@ -22,7 +22,7 @@ from dial_site import TOKEN, Site, digits, gateway, hosting, replayed, states
 from page_site import CHROMIUM
 from starlette.applications import Starlette
 
-from layershuffle.gateway.brain.messages import VisitError
+from layershuffle.gateway.brain.state import VisitError
 from layershuffle.gateway.http.files import join_routes
 from layershuffle.ground.extras import install_line
 from once import once

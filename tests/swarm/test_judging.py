@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from clock import loop_time, run_virtual
-from layershuffle.gateway.brain.rounds import Cell
+from layershuffle.gateway.brain.policy import Cell
 from layershuffle.gateway.calibration.calibration import Calibration, CellAccuracy
 from layershuffle.gateway.client.client import SwarmError
 from layershuffle.gateway.client.judging import (

@@ -12,7 +12,7 @@ from virtual_site import VirtualHost, VirtualSite, virtual_gateway
 
 from clock import loop_time, run_virtual
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import Route
+from layershuffle.gateway.brain.policy import Route
 from layershuffle.gateway.hosts.shut_out import ShutOut
 from layershuffle.ground.errors import UsageError
 from layershuffle_host.wire import State

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from layershuffle.gateway.brain.places import Places, Shares
+from layershuffle.gateway.hosts.places import Places, Shares
 
 
 def test_the_shares_of_clients_that_come_one_after_the_other():

@@ -6,9 +6,11 @@ import pytest
 
 from layershuffle.gateway.brain import state
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import Visit, Visited
 from layershuffle.gateway.brain.policy import (
+    QUEUE,
+    Cell,
     RequestProgress,
+    Rounds,
     UnderWay,
     Wait,
     counts,
@@ -16,8 +18,7 @@ from layershuffle.gateway.brain.policy import (
     hop_limit,
     skipped,
 )
-from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
-from layershuffle.gateway.brain.state import HostState, Swarm
+from layershuffle.gateway.brain.state import HostState, Swarm, Visit, Visited
 
 LIMITS = Limits(reserve_ms=10)
 THREE = Rounds({kept: Cell(kept, parallel=3) for kept in range(1, 7)}, max_age=4)

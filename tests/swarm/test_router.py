@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from clock import loop_time, run_virtual
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import Answer, VisitError
-from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
-from layershuffle.gateway.brain.state import HostState, Swarm
+from layershuffle.gateway.brain.policy import QUEUE, Cell, Rounds
+from layershuffle.gateway.brain.state import Answer, HostState, Swarm, VisitError
 from layershuffle.gateway.hosts.router import Router
 
 LIMITS = Limits(reserve_ms=5, hop_floor_ms=60, suspect_ms=100, probe_ms=200)

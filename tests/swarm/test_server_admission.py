@@ -23,8 +23,7 @@ from starlette.requests import Request
 
 from clock import SkippingLoop
 from common import DEPTH, SIZE
-from layershuffle.gateway.brain.messages import VisitError
-from layershuffle.gateway.brain.state import HostState
+from layershuffle.gateway.brain.state import HostState, VisitError
 from layershuffle.gateway.http import admission, images
 from layershuffle.gateway.http.admission import (
     Admission,

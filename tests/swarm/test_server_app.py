@@ -13,8 +13,7 @@ from gateway_site import HOSTS, VIT, made_up, picture, run, run_in_virtual_time
 from common import CLASSES, DEPTH
 from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish, PlainTransform
-from layershuffle.gateway.brain.messages import VisitError
-from layershuffle.gateway.brain.state import HostState, Swarm, retry_after
+from layershuffle.gateway.brain.state import HostState, Swarm, VisitError, retry_after
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.app import Quiet
 from layershuffle.gateway.http.listening import listening

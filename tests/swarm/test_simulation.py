@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
+from layershuffle.gateway.brain.policy import QUEUE, Cell, Rounds
 from layershuffle.gateway.brain.sureness import Stop
 from layershuffle.gateway.client.judging import ENDED
 from simulation.clock import VirtualTimeLoop

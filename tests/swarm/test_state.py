@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from layershuffle.gateway.brain import state
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import Visited
-from layershuffle.gateway.brain.state import HostState, Pace, Swarm
+from layershuffle.gateway.brain.state import HostState, Pace, Swarm, Visited
 
 LIMITS = Limits()
 HOST = HostState("a", frozenset({0, 1, 2}))

@@ -1,31 +1,75 @@
 """Decides what a request does next: pure functions of its progress, the swarm and the time.
 
 Any block that has not run may be next, on the host that is expected to answer first. A visit runs
-one block. Several of them, each with the newest state, are in flight as far as `rounds` allows, and
-what a block adds is included when it arrives: no visit waits for another one. A late visit
-continues, and so does the request: another host is asked for its block, and the first answer
-counts. A request has at most its equal share of the usable hosts in flight, and sends further
-visits only to idle hosts, because side by side is faster only while hosts would be idle.
+one block. Several of them, each with the newest state, are in flight as far as `Rounds` allow, and
+what a block adds is included when it arrives: no visit waits for another one. So every block reads
+a state that is up to `parallel - 1` steps old. A late visit continues, and so does the request:
+another host is asked for its block, and the first answer counts. A request has at most its equal
+share of the usable hosts in flight, and sends further visits only to idle hosts, because side by
+side is faster only while hosts would be idle.
 
 A slow host is asked like any other: quick hosts go first, because they answer first, and its blocks
-follow as long as they fit the deadline. If blocks are missing, those that ran run again as far as
-the calibration allows.
+follow as long as they fit the deadline. If blocks are missing, those that ran run again, as far as
+the calibration allows, in another pass, which begins when the pass before has ended.
+
+The steps that ran form an order with versions (`core.orders`). Its `Cell` selects the measured
+accuracy that belongs to it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import Ending, Outcome, Visit
-from layershuffle.gateway.brain.rounds import Rounds
-from layershuffle.gateway.brain.state import Swarm, expected, first_probe_end, lag_of, may_return
+from layershuffle.gateway.brain.state import (
+    Outcome,
+    Swarm,
+    Visit,
+    Visited,
+    expected,
+    first_probe_end,
+    lag_of,
+    may_return,
+)
 from layershuffle.ground.text import counted
 
 _FAIR = 2.0
 """A limit is fair to the host if it is at least this many times the expected time."""
+UNEXPLAINED = 1 << 16
+"""`Cell.parallel` of answers that are too late for any number of visits in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A kind of answer: `kept` blocks, each run `passes` times, with `parallel` in flight."""
+
+    kept: int
+    passes: int = 1
+    parallel: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How requests run: as the cell of so many reachable blocks says.
+
+    `cells`: by the number of blocks; all others run one after the other, each once. `max_age`: the
+    largest age, in versions, of a state whose answer still counts.
+    """
+
+    cells: Mapping[int, Cell] = field(default_factory=dict)
+    max_age: int = 0
+
+    def cell(self, reached: int) -> Cell:
+        """How a request runs `reached` blocks."""
+        return self.cells.get(reached, Cell(reached))
+
+
+QUEUE = Rounds()
+"""One block after the other, each once; every block reads the newest state."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +106,47 @@ class RequestProgress:
     confidence: float | None = None
 
 
+Ending = Literal["complete", "sure", "deadline", "unreachable"]
+WHOLE: tuple[Ending, ...] = ("complete", "sure")
+"""Endings of requests that ran all the blocks that they should run."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """What became of a request in the swarm.
+
+    `order`: the blocks that ran, in execution order; `versions`: the version of the state that each
+    of them read (`core.orders`); `skipped`: the other blocks with the reasons. `ending`: complete,
+    sure (the answer was as sure as asked for), deadline (the time was up) or unreachable (no
+    healthy host held a missing block). `ms`: total milliseconds. `fixed`: how many first and last
+    blocks of the model keep their place; stem and head run them, and no route has them.
+    """
+
+    depth: int
+    order: tuple[int, ...]
+    versions: tuple[int, ...]
+    skipped: dict[int, str]
+    hops: tuple[Visited, ...]
+    ending: Ending
+    ms: float
+    fixed: tuple[int, int] = (0, 0)
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """(block, version that it read) of every step."""
+        return tuple(zip(self.order, self.versions, strict=True))
+
+    @property
+    def kept(self) -> int:
+        """The number of different blocks that ran."""
+        return len(set(self.order))
+
+    @property
+    def degraded(self) -> bool:
+        """Whether the answer lacks blocks that it should have."""
+        return self.ending not in WHOLE
+
+
 @dataclass(slots=True)
 class Wait:
     """No visit can start now, but one may be possible before `until`.
@@ -89,7 +174,7 @@ def decide(
     """The next action of a request, one of `walks` running requests.
 
     No visit's limit reaches beyond the deadline less the reserve, no block runs twice on one
-    version, and none more often than `rounds` allows.
+    version, and none more often than `rounds` allow.
     """
     ran = set(progress.done)
     # Head and answer must still fit in after the last visit.
@@ -254,3 +339,50 @@ def _reason(block: int, progress: RequestProgress, swarm: Swarm, *, ending: Endi
     if ending == "deadline":
         return "the deadline was near"
     return "its host did not answer in time"
+
+
+# --- kinds of answers -----------------------------------------------------------------------------
+
+
+def cell_of(steps: Sequence[tuple[int, int]]) -> Cell:
+    """The cell of an answer with these steps (at least one): block, and version that it read.
+
+    `parallel` is the smallest number of blocks in flight at which the ages of the states, summed
+    over all steps, are at least those of this answer. A pass counts once all of its blocks ran.
+    """
+    kept = len(dict(steps))
+    passes = 0
+    age = 0
+    ran = set[int]()
+    for position, (block, version) in enumerate(steps):
+        age += position - version
+        ran.add(block)
+        if len(ran) == kept:
+            passes += 1
+            ran.clear()
+    for parallel in range(1, kept + 1):
+        if age <= _age(len(steps), kept=kept, parallel=parallel):
+            return Cell(kept, passes, parallel)
+    # No number of blocks in flight explains such old states, and no calibration has such a cell.
+    return Cell(kept, passes, UNEXPLAINED)
+
+
+def _age(steps: int, *, kept: int, parallel: int) -> int:
+    """Sum of the ages of the states over `steps` steps with `parallel` blocks always in flight."""
+    return sum(min(position % kept, parallel - 1) for position in range(steps))
+
+
+def overlapped(blocks: Sequence[int], cell: Cell, *, depth: int) -> ExecutionOrder:
+    """The first `cell.kept` of `blocks`, run as `cell` describes, if all visits take equally long.
+
+    Each pass begins with the newest state, so that no block runs twice on one version.
+    """
+    begins = [at // cell.kept * cell.kept for at in range(cell.passes * cell.kept)]
+    versions = tuple(max(begin, at + 1 - cell.parallel) for at, begin in enumerate(begins))
+    return ExecutionOrder(tuple(blocks[: cell.kept]) * cell.passes, depth, versions)
+
+
+def late_last(blocks: Sequence[int], age: int, *, depth: int) -> ExecutionOrder:
+    """All of `blocks` one after the other, but the last one reads a state `age` versions old."""
+    last = len(blocks) - 1
+    return ExecutionOrder(tuple(blocks), depth, (*range(last), last - age))

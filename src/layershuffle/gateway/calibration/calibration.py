@@ -1,4 +1,4 @@
-"""The accuracy to expect of an answer, by how its blocks ran (`rounds.Cell`).
+"""The accuracy to expect of an answer, by how its blocks ran (`policy.Cell`).
 
 It is measured once on test images (`measuring`), stored as calibration.json beside the model, and
 looked up for every answer. It also says how requests should run.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from layershuffle.gateway.brain.rounds import QUEUE, Cell, Rounds
+from layershuffle.gateway.brain.policy import QUEUE, Cell, Rounds
 from layershuffle.gateway.brain.sureness import CalibrationPart, Sureness
 from layershuffle.ground.errors import ModelFileError, UsageError
 from layershuffle.ground.files import user_path, write_text

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layershuffle.gateway.brain.assignment import BlockFile
-from layershuffle.gateway.brain.messages import State
+from layershuffle.gateway.brain.state import State
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.files import user_path
 from layershuffle.models.manifest import (

@@ -28,7 +28,7 @@ from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of, wra
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.splits import DeviceBatches, limited_test
-from layershuffle.gateway.brain.rounds import Cell, late_last, overlapped
+from layershuffle.gateway.brain.policy import Cell, late_last, overlapped
 from layershuffle.gateway.brain.sureness import (
     STOPS,
     Stop,

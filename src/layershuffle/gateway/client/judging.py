@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from layershuffle.gateway.brain.rounds import Cell
+from layershuffle.gateway.brain.policy import Cell
 from layershuffle.gateway.calibration.calibration import (
     Calibration,
     expected_accuracy,

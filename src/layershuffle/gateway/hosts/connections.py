@@ -24,8 +24,8 @@ from websockets.exceptions import InvalidState
 from websockets.frames import Frame, Opcode
 from websockets.server import ServerProtocol
 
-from layershuffle.gateway.brain.messages import Answer, Outcome, State, Visit, VisitError
 from layershuffle.gateway.brain.settings import Wire
+from layershuffle.gateway.brain.state import Answer, Outcome, State, Visit, VisitError
 from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.ground.text import printable
 from layershuffle_host import wire
@@ -101,7 +101,7 @@ class HostWatcher(Protocol):
 
 
 class ConnectedHosts(Mapping[str, ConnectedHost]):
-    """The hosts of a swarm by name, and how visits reach them (`messages.Transport`).
+    """The hosts of a swarm by name, and how visits reach them (`router.Transport`).
 
     `tokens`: hosts have to know one of them, `token` at first; `most_bytes`: of the largest message
     of a host, an answer of one image, which anybody may fill before saying hello. Use it from one
@@ -146,7 +146,7 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
     # --- visits -----------------------------------------------------------------------------------
 
     def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> asyncio.Future[Answer]:
-        """The host's answer; see `messages.Transport`."""
+        """The host's answer; see `router.Transport`."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         host = self._hosts.get(visit.host)
         if host is None:

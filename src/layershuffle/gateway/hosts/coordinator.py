@@ -17,8 +17,7 @@ from functools import partial
 
 from layershuffle.gateway.brain import state
 from layershuffle.gateway.brain.assignment import COPIES, HostCapacity, Loading, assign, overdue
-from layershuffle.gateway.brain.messages import Visit
-from layershuffle.gateway.brain.state import HostState
+from layershuffle.gateway.brain.state import HostState, Visit
 from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.children import Children
 from layershuffle.gateway.hosts.connections import ConnectedHost, ConnectedHosts

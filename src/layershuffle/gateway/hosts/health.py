@@ -26,9 +26,8 @@ import numpy as np
 
 from layershuffle.gateway.brain import policy, state
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import State, Visit, Visited, VisitError
 from layershuffle.gateway.brain.settings import Wire
-from layershuffle.gateway.brain.state import HostState, Swarm
+from layershuffle.gateway.brain.state import HostState, State, Swarm, Visit, Visited, VisitError
 from layershuffle.gateway.hosts.connections import rounded
 from layershuffle.gateway.hosts.router import Router, refuse_odd
 from layershuffle.ground.errors import ModelFileError

@@ -8,25 +8,47 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layershuffle.gateway.brain.messages import NotAnswered, Route, State, time_limit
-from layershuffle.gateway.brain.places import HeldPlace
+from layershuffle.gateway.brain.policy import Route
+from layershuffle.gateway.brain.state import State
 from layershuffle.gateway.brain.sureness import probabilities
 from layershuffle.gateway.calibration.calibration import Calibration, rounds_of, useful_blocks
 from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.places import HeldPlace
 from layershuffle.gateway.hosts.router import Router
+from layershuffle.ground.errors import LayerShuffleError
 
 _MILLI = 1000.0
 _WORKERS = 8  # most stems and heads that compute at a time; a walk needs no thread
 _WEIGHT = 0.2  # of the newest measurement in an average time
 # Up to here stems and heads run in the event loop: changing threads takes as long, and costs more.
 _INLINE_SECONDS = 0.001
+
+
+class NotAnswered(LayerShuffleError):
+    """The swarm could not answer a request."""
+
+
+@asynccontextmanager
+async def time_limit(
+    deadline: float, event: str, *, clock: Callable[[], float]
+) -> AsyncIterator[None]:
+    """Raise `NotAnswered` within at `deadline`, in seconds of `clock`: it passed before `event`."""
+    try:
+        async with asyncio.timeout(max(0.0, deadline - clock())):
+            yield
+    except TimeoutError as error:
+        raise NotAnswered(
+            f"The deadline passed before {event}",
+            hint="try again later, allow a later deadline, or send a smaller image",
+        ) from error
 
 
 @dataclass(frozen=True)

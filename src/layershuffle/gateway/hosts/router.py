@@ -9,30 +9,38 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from layershuffle.gateway.brain import policy, state
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import (
-    Answer,
+from layershuffle.gateway.brain.policy import (
+    QUEUE,
     Ending,
-    Outcome,
+    RequestProgress,
+    Rounds,
     Route,
+    UnderWay,
+    Wait,
+    counts,
+    decide,
+)
+from layershuffle.gateway.brain.settings import Wire
+from layershuffle.gateway.brain.state import (
+    Answer,
+    HostState,
+    Outcome,
     State,
-    Transport,
+    Swarm,
     Visit,
     Visited,
     VisitError,
 )
-from layershuffle.gateway.brain.places import HeldPlace
-from layershuffle.gateway.brain.policy import RequestProgress, UnderWay, Wait, counts, decide
-from layershuffle.gateway.brain.rounds import QUEUE, Rounds
-from layershuffle.gateway.brain.settings import Wire
-from layershuffle.gateway.brain.state import HostState, Swarm
+from layershuffle.gateway.hosts.places import HeldPlace
 from layershuffle.ground.errors import ModelFileError
 
 _MILLI = 1000.0
@@ -40,6 +48,19 @@ _SLACK, _SLACK_MS = 1.1, 1.0
 """Allowed difference between the clocks of a host and of the router over one visit."""
 _GROWTH = 1e4
 """Growth of the largest value above which an answer is wrong: blocks add to their state."""
+
+
+class Transport(Protocol):
+    """Carries visits to hosts."""
+
+    def visit(self, visit: Visit, state: State, *, form: Wire = "fp32") -> Awaitable[Answer]:
+        """The host's answer to `state`, float32 `[images, tokens, width]`, which travels as `form`.
+
+        On a narrow wire the answer is what the block added, which is smaller and has smaller
+        rounding errors; it is added to `state`, which was never rounded. The host gets
+        `visit.budget_ms`, never a time of day, because clocks differ. Raises `VisitError`;
+        cancellation drops the visit.
+        """
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

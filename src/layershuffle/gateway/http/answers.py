@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from layershuffle.gateway.brain.messages import Ending, Outcome
-from layershuffle.gateway.brain.rounds import Cell, cell_of
-from layershuffle.gateway.brain.state import Condition, HostState
+from layershuffle.gateway.brain.policy import Cell, Ending, cell_of
+from layershuffle.gateway.brain.state import Condition, HostState, Outcome
 from layershuffle.gateway.brain.sureness import probabilities
 from layershuffle.gateway.calibration.calibration import Expected
 
@@ -60,7 +59,7 @@ class Hop(BaseModel):
     the whole visit, `compute_ms` of its computation, `queue_ms` of its waiting at the host.
     """
 
-    model_config = ConfigDict(from_attributes=True)  # of `messages.Visited`
+    model_config = ConfigDict(from_attributes=True)  # of `state.Visited`
 
     host: str
     block: int

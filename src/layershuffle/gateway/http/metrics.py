@@ -16,7 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from layershuffle._version import __version__
-from layershuffle.gateway.brain.messages import Outcome
+from layershuffle.gateway.brain.state import Outcome
 from layershuffle.gateway.http.answers import (
     Audits,
     Health,

@@ -16,9 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from layershuffle.gateway.brain.messages import Outcome, State, Visited
-from layershuffle.gateway.brain.policy import side_by_side
-from layershuffle.gateway.brain.rounds import Cell, cell_of
+from layershuffle.gateway.brain.policy import Cell, cell_of, side_by_side
+from layershuffle.gateway.brain.state import Outcome, State, Visited
 from layershuffle.gateway.calibration.calibration import NEVER, Expected, expected_accuracy
 from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.http.admission import Admission, GatewayLimits, Keys
