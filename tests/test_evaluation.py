@@ -288,6 +288,7 @@ def test_the_way_of_an_order_is_short():
         "tensors",
         "forwards",
         "checks/calls",
+        "checks/orders",
         "stack",
         "runs",
         "entries",

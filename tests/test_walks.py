@@ -18,6 +18,9 @@ def test_the_walks_of_an_image_an_order_and_a_request(repository: Path) -> None:
     counts = [int(line.split()[-2]) for line in run.stdout.splitlines() if line.endswith(" files")]
     assert counts == [len(files) for files in walks]
     fit, evaluation, command, model, data, request, meanwhile = walks
+    # docs/architecture.md says what the longest of them are for: a longer one needs a reason.
+    assert len(fit) <= 21
+    assert len(evaluation) <= 23
     assert fit[0] == "layershuffle/training/loop.py"
     assert "layershuffle/core/entries.py" in fit
     assert "layershuffle/core/draws.py" in fit

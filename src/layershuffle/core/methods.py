@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from layershuffle.core.checks.methods import check_name, check_options, other_depth
@@ -146,7 +147,8 @@ class Method:
         """The order mode in which held-out data picks the checkpoint."""
         return PRESETS[self.name][0]
 
-    @property
+    # Cached, because a policy checks its options, which does not need to be done for every batch.
+    @cached_property
     def policy(self) -> OrderPolicy:
         """What draws the orders."""
         rounds = None if self.max_parallel is None else (1, self.max_parallel)
