@@ -104,7 +104,7 @@ class Job:
         """The number of blocks."""
         return depth_of(self.model)
 
-    @property
+    @cached_property
     def order_rank(self) -> int:
         """The number of the process if every process draws its own orders, else 0."""
         return self.ranks.rank if self.settings.rank_orders == "own" else 0

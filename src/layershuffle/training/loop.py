@@ -81,7 +81,6 @@ def train(
     settings = job.settings
     model = state.model if state.ddp is None else state.ddp
     checkpoint_every = settings.checkpoint_every or job.eval_every
-    rank = job.order_rank
     # By the CPU's clock: asking the GPU would make every step wait for it. The CPU is enough,
     # because one that runs ahead of its GPU is held back where it launches work.
     sums = _Sums(state.device, step=state.step, seconds=state.step_seconds)
@@ -98,16 +97,8 @@ def train(
         state.model.train()  # scoring leaves it in evaluation mode
         for micro_batch, (pixels, labels) in enumerate(micro_batches):
             on_phase("forward", state.step)
-            images, targets = mixed(
-                job.data.finish(pixels),
-                labels,
-                settings=settings,
-                classes=len(job.data.classes),
-                step=state.step,
-                micro_batch=micro_batch,
-                rank=job.ranks.rank,
-            )
-            place = {"step": state.step, "micro_batch": micro_batch, "rank": rank}
+            images, targets = _inputs(state, pixels, labels, micro_batch)
+            place = {"step": state.step, "micro_batch": micro_batch, "rank": job.order_rank}
             orders = job.method.orders(job.depth, **place)
             with (
                 state.recomputing(),
@@ -157,6 +148,26 @@ def train(
             tell("step", step=state.step, **sums.occasional_loss(step=state.step))
         if stopping:
             return
+
+
+def _inputs(
+    state: TrainState, pixels: Tensor, labels: Tensor, micro_batch: int
+) -> tuple[Tensor, Tensor]:
+    """The images `[n, channels, height, width]` of a forward, and what they are to be answered."""
+    job = state.job
+    settings = job.settings
+    images = job.data.finish(pixels)
+    if not (settings.smoothing or settings.mixup or settings.cutmix):
+        return images, labels
+    return mixed(
+        images,
+        labels,
+        settings=settings,
+        classes=len(job.data.classes),
+        step=state.step,
+        micro_batch=micro_batch,
+        rank=job.ranks.rank,
+    )
 
 
 def _finish_row(

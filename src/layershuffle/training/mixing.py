@@ -22,13 +22,11 @@ def mixed(
 ) -> tuple[Tensor, Tensor]:
     """The images `[n, channels, height, width]` and the labels of one forward, as they train.
 
-    Without smoothing, mixup and cutmix these are the arguments; else `images` may be changed in
-    place, and the labels are probabilities in fp32 `[n, classes]`. What is drawn is a function of
-    the seed, the step, the micro-batch and the process, so a resumed run draws the same.
+    For runs with smoothing, mixup or cutmix: `images` may be changed in place, and the labels are
+    probabilities in fp32 `[n, classes]`. What is drawn is a function of the seed, the step, the
+    micro-batch and the process, so a resumed run draws the same.
     """
     smoothing = settings.smoothing
-    if not (smoothing or settings.mixup or settings.cutmix):
-        return images, labels
     targets = mixup_target(labels, classes, 1.0, smoothing)
     even = len(images) // 2 * 2  # timm mixes pairs, and the last forward of an epoch may be odd
     if even and (settings.mixup or settings.cutmix):
