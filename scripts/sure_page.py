@@ -20,7 +20,7 @@ from torch import Tensor
 import layershuffle as ls
 from layershuffle.data import DataOptions, open_data
 from layershuffle.ground.bundled import asset
-from layershuffle.ground.plotting import figure_bytes, legend_below, new_figure, style_axes
+from layershuffle.ground.plotting import draw_legend, figure_bytes, new_figure, style_axes
 from layershuffle.models import image_view
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -122,7 +122,7 @@ def draw(temperatures: list[float]) -> None:
     middle.plot([0, 100], [0, 100], color="#cccccc", linewidth=1, zorder=0)
     middle.set(xlabel="chance of being right, %", ylabel="right, %")
     style_axes(middle, "Reliability")
-    legend_below(figure, entries)
+    draw_legend(figure, entries)
     (DOCS / "sure.svg").write_bytes(figure_bytes(figure, "svg"))
 
 

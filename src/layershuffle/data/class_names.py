@@ -47,7 +47,7 @@ def match_classes(
     hint = f"layershuffle fit MODEL --data {data.spec} makes a new head; "
     hint += "or use data with the model's classes"
     if some and names is not None and 0 < len(classes) < outputs == len(names):
-        part = _indices_in(names, classes)
+        part = _indices_by_name(names, classes)
         if part is not None:
             note = (
                 f"the data have {len(classes)} of the {outputs} classes of the model; its answers, "
@@ -100,7 +100,9 @@ def listed_difference(sides: Mapping[str, ClassNames], *, same: Callable[[str], 
             parts.append(f"{len(lone)} in {side} only ({shortened(lone)})")
     if lone_names and len(composed) == 1:
         accented = shortened(sorted(lone_names))
-        return f"accents are written in two ways (NFC and NFD: convmv --nfc mends it) in {accented}"
+        return (
+            f"accents are written in two forms (NFC and NFD: convmv --nfc mends it) in {accented}"
+        )
     return ", ".join(parts)
 
 
@@ -112,7 +114,7 @@ def _renumbered(data: ImageData, indices: Sequence[int]) -> ImageData:
     return replace(data, splits=splits)
 
 
-def _indices_in(names: ClassNames, classes: ClassNames) -> list[int] | None:
+def _indices_by_name(names: ClassNames, classes: ClassNames) -> list[int] | None:
     """The index in `names` of every class, `None` unless each of them is there once."""
     written = list(map(_plain, names))
     often = Counter(written)

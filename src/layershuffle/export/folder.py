@@ -206,8 +206,8 @@ def _constants(model: nn.Module, images: Tensor) -> tuple[tuple[Any, ...], dict[
         )
     # Tables of positions are constants. Masks have a row for each image, or other numbers.
     _, again = run_stem(model, images[:2].flip(-1) * 0.5, forward=model)
-    for here, there in zip(tensors_of(others), tensors_of(again), strict=True):
-        if here.shape != there.shape or not torch.equal(here, there):
+    for value, other in zip(tensors_of(others), tensors_of(again), strict=True):
+        if value.shape != other.shape or not torch.equal(value, other):
             raise StackError(
                 "The blocks get more than the state, and it depends on the images", hint=_SERVED
             )

@@ -129,7 +129,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def names_in(directory: Path) -> set[str]:
+def file_names(directory: Path) -> set[str]:
     """Names in `directory`, without our lock and what a killed process left half-written there."""
     names = set()
     for path in directory.iterdir():
@@ -144,7 +144,7 @@ def refuse_foreign(directory: Path, *, mark: str, kind: str) -> None:
     It is asked before `locked`, which leaves a file of its own there.
     """
     with explained(directory):
-        if not directory.is_dir() or not names_in(directory):
+        if not directory.is_dir() or not file_names(directory):
             return
         if (directory / mark).is_file():
             return
@@ -170,7 +170,7 @@ def refuse_others(directory: Path, *, ours: Iterable[str], kind: str) -> None:
     if directory.is_dir():
         patterns = tuple(ours)
         others = []
-        for name in sorted(names_in(directory)):
+        for name in sorted(file_names(directory)):
             if not any(fnmatchcase(name, pattern) for pattern in patterns):
                 others.append(name)
     if others:

@@ -74,7 +74,7 @@ def style_axes(axes: Axes, title: str = "") -> None:
     axes.spines["bottom"].set_color(INK)
 
 
-def legend_below(figure: Figure | SubFigure, entries: Sequence[tuple[Any, str]]) -> None:
+def draw_legend(figure: Figure | SubFigure, entries: Sequence[tuple[Any, str]]) -> None:
     """A legend of (handle, name) under the panels, in as many columns as the width has room for."""
     canvas: Any = figure.figure.canvas  # of `new_figure`: it has a renderer
     handles = []

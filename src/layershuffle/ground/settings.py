@@ -168,18 +168,18 @@ def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
 def _unknown(kind: type[Settings], name: str) -> str:
     group, _, word = name.rpartition(".")
     # Keys of other groups come last, because `modle` is as near to `modes` as to `model`.
-    match = nearest(word, _names_in(kind, group))
+    match = nearest(word, _known_keys(kind, group))
     # Groups with this key come before groups with similar keys.
-    groups = sorted(kind.model_fields, key=lambda other: word not in _names_in(kind, other))
+    groups = sorted(kind.model_fields, key=lambda other: word not in _known_keys(kind, other))
     for other in () if match else groups:
         # With its group, because the key may be valid there but not here.
-        if elsewhere := nearest(word, _names_in(kind, other)):
+        if elsewhere := nearest(word, _known_keys(kind, other)):
             match = f"{other}.{elsewhere}"
             break
     return f"{name!r} is not a setting" + (f", did you mean {match!r}?" if match else "")
 
 
-def _names_in(kind: type[Settings], group: str) -> list[str]:
+def _known_keys(kind: type[Settings], group: str) -> list[str]:
     """The keys of a group of settings, or of `kind` itself if `group` is empty."""
     field = kind.model_fields.get(group)
     nested = kind if field is None else field.annotation

@@ -185,9 +185,9 @@ def pillow_mode(channels: int) -> str:
 def uncropped_size(view: ImageView) -> tuple[int, int]:
     """(width, height) of which the crop keeps the share `crop_pct`."""
     # 43 / (43 / 50) is slightly less than 50, but must not become 49.
-    across = math.floor(view.width / view.crop_pct + 1e-9)
-    down = math.floor(view.height / view.crop_pct + 1e-9)
-    return across, down
+    width = math.floor(view.width / view.crop_pct + 1e-9)
+    height = math.floor(view.height / view.crop_pct + 1e-9)
+    return width, height
 
 
 def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
@@ -203,18 +203,18 @@ def resized_size(size: tuple[int, int], view: ImageView) -> tuple[int, int]:
     # For squares timm uses torchvision's Resize, which rounds the longer side down.
     whole = int if goal_width == goal_height else round
     if goal_width * height >= goal_height * width:  # the width is the tight side
-        across = goal_width
-        down = max(goal_height, whole(goal_width * height / width))
+        new_width = goal_width
+        new_height = max(goal_height, whole(goal_width * height / width))
     else:
-        across = max(goal_width, whole(goal_height * width / height))
-        down = goal_height
-    if across * down > MAX_PIXELS:
+        new_width = max(goal_width, whole(goal_height * width / height))
+        new_height = goal_height
+    if new_width * new_height > MAX_PIXELS:
         raise DataError(
             f"The image has {width} x {height} pixels; with its short side at the model's size "
-            f"{across} x {down}, at most {MAX_PIXELS}",
+            f"{new_width} x {new_height}, at most {MAX_PIXELS}",
             hint="crop it",
         )
-    return across, down
+    return new_width, new_height
 
 
 def view_pixels(image: Image.Image, view: ImageView) -> NDArray[np.uint8]:

@@ -277,7 +277,7 @@ class _Scorer:
         members = donors if isinstance(donors, str) else ",".join(map(str, donors))
         counts = self.test.split.independent(torch.stack([score.right for score in scores], dim=1))
         for score, count in zip(scores, counts, strict=True):
-            refuse_not_finite(score, of=f"the {fields['kind']} {fields['index']}")
+            refuse_not_finite(score, subject=f"the {fields['kind']} {fields['index']}")
             order = "" if score.order is None else str(score.order)
             if isinstance(score, EnsembleScore) and score.order is None:
                 order = ";".join(map(str, score.member_orders))

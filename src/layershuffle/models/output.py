@@ -70,12 +70,12 @@ def directory_of(spec: str) -> Path | None:
         return user_path(str(parsed.settings["checkpoint"])).parent
     path = user_path(parsed.place)
     if parsed.scheme == "dir":
-        return within(path)
+        return model_directory(path)
     # Names of the hub are no paths, unless a directory of that name exists.
     return path if path.is_dir() else None
 
 
-def within(place: Path) -> Path:
+def model_directory(place: Path) -> Path:
     """`place`; for a directory of `fit` the model in it, one level below its checkpoints."""
-    below = place / "model"
-    return below if (below / METADATA_FILE).is_file() else place
+    model = place / "model"
+    return model if (model / METADATA_FILE).is_file() else place

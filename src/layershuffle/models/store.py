@@ -62,7 +62,7 @@ from layershuffle.models.metadata import (
     read_metadata,
 )
 from layershuffle.models.origin import origin_of, remember, training_settings, unknown_name
-from layershuffle.models.output import CARD, FILES_OF_A_MODEL, within
+from layershuffle.models.output import CARD, FILES_OF_A_MODEL, model_directory
 from layershuffle.models.position_files import (
     PARTS,
     forms_of,
@@ -481,7 +481,7 @@ def _built_by_its_library(directory: Path, seed: int, base: str | None) -> nn.Mo
 
 def _model_directory(place: Path) -> Path:
     """The directory with the model of `place`. Raises `ModelFileError` if there is none."""
-    directory = within(place)
+    directory = model_directory(place)
     if any((directory / mark).is_file() for mark in (MANIFEST, METADATA_FILE, CONFIG)):
         return directory
     if place.suffix.lower() in PICKLE_SUFFIXES:

@@ -120,8 +120,8 @@ def open_scored(
         name_classes(model, settings.classes, place=name)
     data = open_data(spec, resized_as(image_view(models[0]), settings.resize), options=options)
     for model, name in zip(models, names, strict=True):
-        of = "the data" if model is models[0] else names[0]
-        data = matched(model, data, name=name, of=of, some=True)
+        source = "the data" if model is models[0] else names[0]
+        data = matched(model, data, name=name, source=source, some=True)
     return data
 
 
@@ -130,20 +130,20 @@ def matched(
     data: ImageData,
     *,
     name: str,
-    of: str = "the data",
+    source: str = "the data",
     some: bool = False,
 ) -> ImageData:
     """`data` with the classes of `model`, which is called `name`, in the order of its outputs.
 
-    Outputs without names get those of the data, which are `of` it or of another model, and a note
-    says so. A model of timm was trained on folders that timm sorts naturally and without case
-    (species2 before species10), so its outputs get them in that order. Folders 0, 1, ... 10 are the
-    numbers of the outputs. `some`: a part of the model's classes is enough. With other classes
-    scores would be meaningless: raises `DataError`.
+    Outputs without names get those of the data, and a note says so; `source`: what named these, the
+    data or another model. A model of timm was trained on folders that timm sorts naturally and
+    without case (species2 before species10), so its outputs get them in that order. Folders 0, 1,
+    ... 10 are the numbers of the outputs. `some`: a part of the model's classes is enough. With
+    other classes scores would be meaningless: raises `DataError`.
     """
     if class_names_of(model) is None and num_classes_of(model) == len(data.classes):
         names = data.classes
-        order = f"in the order of {of}"
+        order = f"in the order of {source}"
         if sorted(names) == sorted(numbered(len(names))):
             names = numbered(len(names))
             order = "by their numbers"
@@ -221,11 +221,11 @@ def _fitting_modes(
     return modes
 
 
-def refuse_not_finite(score: Score, *, of: str) -> None:
-    """Raises `DataError` for a cross-entropy that is not finite; `of` names the model."""
+def refuse_not_finite(score: Score, *, subject: str) -> None:
+    """Raises `DataError` for a cross-entropy that is not finite; `subject` names the model."""
     if not math.isfinite(score.cross_entropy):
         raise DataError(
-            f"The cross-entropy of {of} is {score.cross_entropy} under the order "
+            f"The cross-entropy of {subject} is {score.cross_entropy} under the order "
             f"{score.order or 'of a batch'}",
             hint="score it with precision: fp32, or train it again with a lower lr",
         )
@@ -239,7 +239,7 @@ def score_rows(
     Raises `DataError` for a cross-entropy that is not finite, which would spoil every mean.
     """
     for score in scores:
-        refuse_not_finite(score, of=f"{method}, seed {seed},")
+        refuse_not_finite(score, subject=f"{method}, seed {seed},")
     counts = split.independent(torch.stack([score.right for score in scores], dim=1))
     rows = []
     for score, count in zip(scores, counts, strict=True):

@@ -26,7 +26,7 @@ from layershuffle.core.methods import METHOD_OPTIONS
 from layershuffle.data.class_names import RenumberedImages
 from layershuffle.data.transforms import Images
 from layershuffle.ground.errors import UsageError
-from layershuffle.ground.files import names_in, remove_stale_stages, write_text
+from layershuffle.ground.files import file_names, remove_stale_stages, write_text
 from layershuffle.ground.settings import read_recipe
 from layershuffle.ground.text import shortened
 from layershuffle.models.files import library_errors
@@ -54,7 +54,7 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
     without a checkpoint or a result, as left by a misspelt model name, accepts any settings.
     """
     path = out / SETTINGS_FILE
-    has_results = latest_checkpoint(out / "checkpoints") or names_in(out) - _OF_NO_RESULTS
+    has_results = latest_checkpoint(out / "checkpoints") or file_names(out) - _OF_NO_RESULTS
     if path.is_file() and has_results:
         _refuse_other_settings(path, settings)
     else:

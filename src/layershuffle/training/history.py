@@ -14,10 +14,10 @@ from layershuffle.ground.plotting import (
     INK,
     METHOD_STYLES,
     RULE,
+    draw_legend,
     figure_bytes,
     html_page,
     html_table,
-    legend_below,
     new_figure,
     style_axes,
 )
@@ -106,5 +106,5 @@ def _curves(rows: Sequence[Mapping[str, float]], method: str) -> Any:
                 markersize=3,
             )
             entries.append((line, f"held out, {mode} order"))
-    legend_below(figure, entries)
+    draw_legend(figure, entries)
     return figure

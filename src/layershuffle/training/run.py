@@ -19,7 +19,7 @@ from torch import nn
 from layershuffle.core.policies import policy_to_json
 from layershuffle.core.stack import depth_of
 from layershuffle.ground.errors import Interrupted, ModelFileError, UsageError
-from layershuffle.ground.files import locked, names_in, refuse_foreign, user_path, write_text
+from layershuffle.ground.files import file_names, locked, refuse_foreign, user_path, write_text
 from layershuffle.ground.machine import device_of, hardware, stop_signals, torch_threads, versions
 from layershuffle.ground.settings import digest
 from layershuffle.ground.text import unheard
@@ -126,11 +126,11 @@ def _own(out: Path) -> Iterator[None]:
     """Lock `out`; a run that is refused leaves nothing there, if nothing was there before."""
     is_new = not out.exists()
     with locked(out):
-        was_empty = not names_in(out)  # no other process has begun in it meanwhile
+        was_empty = not file_names(out)  # no other process has begun in it meanwhile
         try:
             yield
         finally:
-            if was_empty and names_in(out) <= {SETTINGS_FILE, DATA_FILE}:
+            if was_empty and file_names(out) <= {SETTINGS_FILE, DATA_FILE}:
                 for path in out.iterdir():  # the lock, too
                     path.unlink()
                 if is_new:

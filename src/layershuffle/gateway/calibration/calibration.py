@@ -125,7 +125,7 @@ def calibration_path(model: str) -> Path:
 
     Raises `UsageError` for models without a directory of their own, as those of this package.
     """
-    from layershuffle.models.output import within
+    from layershuffle.models.output import model_directory
     from layershuffle.models.spec import parse_spec
 
     parsed = parse_spec(model)
@@ -134,7 +134,7 @@ def calibration_path(model: str) -> Path:
             f"{model} has no directory of its own to keep a calibration in",
             hint="save it first: layershuffle.save(model, DIR), or layershuffle fit",
         )
-    return within(user_path(parsed.place)) / CALIBRATION
+    return model_directory(user_path(parsed.place)) / CALIBRATION
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:

@@ -16,7 +16,7 @@ from layershuffle.ground.plotting import (
     RULE,
     STYLES,
     Style,
-    legend_below,
+    draw_legend,
     new_figure,
     style_axes,
 )
@@ -103,7 +103,7 @@ def draw_figure_1(summary: Summary) -> Figure:
         handles = []
         for name, handle in entries.items():
             handles.append((handle, name))
-        legend_below(part, handles)
+        draw_legend(part, handles)
     return figure
 
 
