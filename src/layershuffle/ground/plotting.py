@@ -111,7 +111,7 @@ def figure_bytes(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table as HTML."""
+    """An HTML table: `head` names the columns (it may be empty), and each of `rows` is a row."""
     lines = [_html_row(head, "th")]
     for row in rows:
         lines.append(_html_row(row, "td"))

@@ -74,7 +74,7 @@ class MergingSettings(MergingOptions):
 
 
 class EnsembleSettings(_Ensemble):
-    """One ensemble."""
+    """How one ensemble is scored: the mode of its orders, and how often they are drawn."""
 
     modes: Literal["sequential", "arbitrary"] = "arbitrary"
     """Order mode that every member runs in."""

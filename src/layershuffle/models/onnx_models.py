@@ -157,7 +157,7 @@ def owns(model: nn.Module) -> bool:
 
 
 def num_classes(backbone: Any) -> int:
-    """The number of logits."""
+    """The number of logits that the exported head returns for an image."""
     return int(backbone.manifest.classes)
 
 
