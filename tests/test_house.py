@@ -150,6 +150,41 @@ def test_no_circular_imports() -> None:
     assert done == set(MODULES)
 
 
+# Where there is no public name; the files say why.
+PRIVATE_NAMES = {("models.timm_models", "_model_args")}
+# Public, although named tuples write them so to keep the names of fields free.
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def private_names(module: str) -> Iterator[str]:
+    """Names with an underscore in front that `module` takes from other objects or libraries."""
+    for node in nodes(module):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            for name in _imported(node):
+                if not _ours(name) and any(map(is_private, name.split("."))):
+                    yield name
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            if ast.unparse(node.value) not in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(str(name.value)):
+                yield str(name.value)
+
+
+def is_private(name: str) -> bool:
+    """Whether a name begins with one underscore."""
+    return name.startswith("_") and not name.startswith("__") and name not in OF_NAMED_TUPLES
+
+
+def test_private_names_of_libraries_stand_in_one_file() -> None:
+    found = set()
+    for module in MODULES:
+        if module != "core.torch_private":
+            found |= {(module, name) for name in private_names(module)}
+    assert found == PRIVATE_NAMES
+
+
 HEAVY = {"torch", "timm", "transformers", "torchvision", "datasets"}
 HEAVY |= {"sklearn", "scipy", "accelerate"}
 LIGHT = (
