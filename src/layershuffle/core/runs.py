@@ -22,9 +22,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from layershuffle.core.checks.blocks import cut_gradients, cut_order
 from layershuffle.core.hooks import BlockHook
 from layershuffle.core.torch_private import queue_callback
-from layershuffle.ground.errors import StackError
 
 # Makes what the backbone calls in place of its blocks, for one forward.
 Entries = Callable[["Run"], Sequence[Callable[..., Any]]]
@@ -79,12 +79,7 @@ class StackRequests:
         stopped = self.sliced and self.furthest < min(self.depth, self.length)
         if self.whole or looked_at or stopped:
             return
-        raise StackError(
-            f"{type(model).__name__} requested {self.furthest} of the {self.length} blocks of its "
-            "execution order, so the others did not run",
-            hint="iterate over the whole stack (for block in self.blocks) in its forward: range() "
-            "and zip() with a fixed length cut longer orders, and `break` ends them early",
-        )
+        raise cut_order(model, self.furthest, length=self.length)
 
 
 @dataclass(frozen=True)
@@ -236,7 +231,4 @@ class Replays:
         if self._had_graph is None:
             self._had_graph = graph
         elif cut and graph and not self._had_graph:
-            raise StackError(
-                f"Reentrant gradient checkpointing cuts {what}, so gradients would be wrong",
-                hint="checkpoint with use_reentrant=False (timm: TIMM_REENTRANT_CKPT=0)",
-            )
+            raise cut_gradients(what)

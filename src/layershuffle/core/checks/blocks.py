@@ -79,3 +79,21 @@ def unused_stack(module: nn.Module) -> StackError:
         hint="iterate over the container itself (for block in self.blocks) in the forward, not "
         "over its children(), its _modules or a list made earlier",
     )
+
+
+def cut_order(model: nn.Module, requested: int, *, length: int) -> StackError:
+    """The error for a backbone that has `requested` some of `length` blocks, and never the rest."""
+    return StackError(
+        f"{type(model).__name__} requested {requested} of the {length} blocks of its execution "
+        "order, so the others did not run",
+        hint="iterate over the whole stack (for block in self.blocks) in its forward: range() and "
+        "zip() with a fixed length cut longer orders, and `break` ends them early",
+    )
+
+
+def cut_gradients(what: str) -> StackError:
+    """The error for a replay by reentrant checkpointing, which cuts `what` off from its graph."""
+    return StackError(
+        f"Reentrant gradient checkpointing cuts {what}, so gradients would be wrong",
+        hint="checkpoint with use_reentrant=False (timm: TIMM_REENTRANT_CKPT=0)",
+    )
