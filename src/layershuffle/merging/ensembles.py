@@ -69,9 +69,14 @@ def evaluate_ensemble(
     there is no image.
     """
     return evaluate_ensembles(
-        donors, batches, mode=mode, num_orders=num_orders, seed=seed, draw=draw,
+        donors,
+        batches,
+        mode=mode,
+        num_orders=num_orders,
+        seed=seed,
+        draw=draw,
         variants=[(combine, orders)],
-    )[combine, orders]  # fmt: skip
+    )[combine, orders]
 
 
 def evaluate_ensembles(

@@ -129,9 +129,12 @@ def sample_plans(
     for index, donors in enumerate(plans):
         drawn = donors[Stream(seed, index, rank=_ENDS).below(depth)]
         sources: dict[End, Source] = {
-            "first": donors[0], "last": donors[-1], "donor": drawn,
-            "average": "average", "base": "base",
-        }  # fmt: skip
+            "first": donors[0],
+            "last": donors[-1],
+            "donor": drawn,
+            "average": "average",
+            "base": "base",
+        }
         blocks = None
         if slots == "random":
             inner = drawn_blocks(depth, fixed)

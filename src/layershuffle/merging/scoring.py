@@ -75,9 +75,15 @@ def score_merging(
     plans: list[list[MergePlan]] = []
     for end, slots in settings.variants:
         drawn = sample_plans(
-            len(donors), group.depth, count=settings.merges, seed=settings.seed,
-            replacement=settings.replacement, end=end, slots=slots, fixed=group.fixed,
-        )  # fmt: skip
+            len(donors),
+            group.depth,
+            count=settings.merges,
+            seed=settings.seed,
+            replacement=settings.replacement,
+            end=end,
+            slots=slots,
+            fixed=group.fixed,
+        )
         plans.append(drawn)
     place = scoring_device(settings, device)
     group.to(place)
@@ -112,9 +118,14 @@ def score_merging(
         main = int((end, slots) == settings.variants[0])
         for index, plan in enumerate(drawn):
             scorer.score(
-                group.merge(plan), kind="merge", index=index, draws=1, donors=str(plan), main=main,
+                group.merge(plan),
+                kind="merge",
+                index=index,
+                draws=1,
+                donors=str(plan),
+                main=main,
                 **fields,
-            )  # fmt: skip
+            )
     if settings.soups:
         held = batches_of(opened, "holdout", settings=settings, device=place, keep=True)
         scorer.score_soups(held)
@@ -154,11 +165,16 @@ def score_ensemble(
     variant: Variant = (settings.ensemble_combine, settings.ensemble_orders)
     scores = compiler.run(
         lambda: evaluate_ensembles(
-            models, batches, mode=Mode(order=settings.modes), num_orders=settings.num_orders,
-            seed=settings.seed, draw=settings.draw, variants=[variant],
+            models,
+            batches,
+            mode=Mode(order=settings.modes),
+            num_orders=settings.num_orders,
+            seed=settings.seed,
+            draw=settings.draw,
+            variants=[variant],
             on_images=lambda done: progress("images", done, batches.split.size),
         )
-    )  # fmt: skip
+    )
     return scores[variant], opened
 
 
@@ -219,17 +235,26 @@ class _Scorer:
         variants: list[Variant] = list(product(get_args(Combine), kinds))
         results = self.compiler.run(
             lambda: evaluate_ensembles(
-                donors, self.test, mode=self.mode, num_orders=self.draws,
+                donors,
+                self.test,
+                mode=self.mode,
+                num_orders=self.draws,
                 seed=orders_seed(settings.seed, _KINDS.index("ensemble"), index=0),
-                draw=self.draw, variants=variants, on_images=self.watch(self.test),
+                draw=self.draw,
+                variants=variants,
+                on_images=self.watch(self.test),
             )
-        )  # fmt: skip
+        )
         main = (settings.ensemble_combine, settings.ensemble_orders if drawn else "same")
         for index, (variant, scores) in enumerate(results.items()):
             self.add(
-                scores, kind="ensemble", index=index, name="-".join(variant),
-                donors=range(len(donors)), main=int(variant == main),
-            )  # fmt: skip
+                scores,
+                kind="ensemble",
+                index=index,
+                name="-".join(variant),
+                donors=range(len(donors)),
+                main=int(variant == main),
+            )
 
     def score(
         self, model: nn.Module, *, kind: str, index: int, draws: int | None = None, **fields: Any
@@ -255,11 +280,15 @@ class _Scorer:
             scored.load_state_dict(model.state_dict())
         scores = self.compiler.run(
             lambda: evaluate(
-                scored, batches, modes=[self.mode], num_orders=draws or self.draws,
+                scored,
+                batches,
+                modes=[self.mode],
+                num_orders=draws or self.draws,
                 seed=orders_seed(self.settings.seed, _KINDS.index(kind), index=index),
-                draw=self.draw, on_images=self.watch(batches),
+                draw=self.draw,
+                on_images=self.watch(batches),
             )
-        )  # fmt: skip
+        )
         self.done += 1
         return scores
 
