@@ -21,10 +21,10 @@ from layershuffle.core.stack import blocks_of, depth_of, fixed_of
 from layershuffle.core.tying import share_weights
 from layershuffle.ground.errors import UsageError
 from layershuffle.models.files import check_finite
+from layershuffle.models.libraries import class_names_of, image_view, library_of, num_classes_of
 from layershuffle.models.onnx_models import ExportedModel
 from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import forms_of
-from layershuffle.models.store import class_names_of, image_view, library_of, num_classes_of
 
 _OF_TRAINING = ("method", "order policy", "data")
 # Fact -> what to do about it.

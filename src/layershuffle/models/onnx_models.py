@@ -148,7 +148,7 @@ def read(directory: Path, *, seed: int) -> nn.Module:
     return remember(model, origin)
 
 
-# --- what every library can be asked (`models.store.Library`) -------------------------------------
+# --- what every library can be asked (`models.libraries.Library`) ---------------------------------
 
 
 def owns(model: nn.Module) -> bool:

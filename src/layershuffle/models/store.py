@@ -1,4 +1,4 @@
-"""Load and save models by spec string, and common functions on them.
+"""Load and save models by spec string.
 
     bundled:digits                                  the base checkpoint in this package
     timm:NAME[?pretrained=false&img_size=12,20&...] timm, keywords of timm.create_model
@@ -14,13 +14,11 @@ into it are in other files (layershuffle.json, layershuffle.safetensors, README.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, cast
+from typing import Any
 
 from huggingface_hub import HfApi
 from torch import nn
@@ -35,8 +33,6 @@ from layershuffle.core.tying import places_tied, tie
 from layershuffle.ground.bundled import asset, recipe_of_model
 from layershuffle.ground.errors import ModelFileError, StackError, UsageError
 from layershuffle.ground.files import refuse_others, staged_directory, user_path
-from layershuffle.ground.text import counted, one_line, shortened
-from layershuffle.images.view import ImageView, view_of_files
 from layershuffle.models.card import render
 from layershuffle.models.files import (
     CONFIG,
@@ -52,16 +48,22 @@ from layershuffle.models.files import (
     refused_pickle,
     weights_digest,
 )
+from layershuffle.models.libraries import (
+    adapter,
+    class_names_of,
+    image_view,
+    library_of,
+    num_classes_of,
+)
 from layershuffle.models.manifest import MANIFEST
 from layershuffle.models.metadata import (
     METADATA_FILE,
-    LibraryName,
     ModelMetadata,
     ModelRecord,
     checked_record,
     read_metadata,
 )
-from layershuffle.models.origin import origin_of, remember, training_settings, unknown_name
+from layershuffle.models.origin import origin_of, remember, unknown_name
 from layershuffle.models.output import CARD, FILES_OF_A_MODEL, model_directory
 from layershuffle.models.position_files import (
     PARTS,
@@ -72,45 +74,6 @@ from layershuffle.models.position_files import (
 from layershuffle.models.spec import ModelSpec, parse_spec
 
 _SAVE_AGAIN = "the files come from different models, or were changed: save the model again"
-
-
-class Library(Protocol):
-    """What `timm_models` and `hf_models` are: a library by one interface.
-
-    `build` makes a model by name. `write` writes one in the library's own layout, with the names
-    of its classes, and returns its name there; `read` reads it back. `set_depth` notes another
-    number of blocks for `write`. `class_names` and `image_view` are what the library itself knows.
-    """
-
-    NAME: LibraryName
-
-    def owns(self, model: nn.Module) -> bool: ...
-    def build(self, name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module: ...
-    def num_classes(self, backbone: nn.Module) -> int: ...
-    def resize_head(self, backbone: nn.Module, classes: int, *, seed: int) -> None: ...
-    def class_names(self, backbone: nn.Module) -> tuple[str, ...] | None: ...
-    def set_depth(self, backbone: nn.Module, depth: int) -> None: ...
-    def image_view(self, backbone: nn.Module) -> ImageView: ...
-    def write(
-        self,
-        backbone: nn.Module,
-        directory: Path,
-        *,
-        view: ImageView,
-        names: Sequence[str] | None,
-        model_args: Mapping[str, Any],
-    ) -> str: ...
-    def read(self, directory: Path, *, seed: int) -> nn.Module: ...
-
-
-# Library -> our adapter, and the module without which the library made no model (accelerate imports
-# `transformers` without its models, which take most of a second). transformers comes first, because
-# its wrapper around timm models has attributes of both.
-_ADAPTERS = {
-    "onnxruntime": ("onnx_models", "onnxruntime"),
-    "transformers": ("hf_models", "transformers.modeling_utils"),
-    "timm": ("timm_models", "timm"),
-}
 
 
 def load(spec: str | Path, *, num_classes: int | None = None, seed: int = 0) -> nn.Module:
@@ -289,102 +252,9 @@ def _replace_parts(container: nn.Module, parts: Mapping[str, nn.Module | None]) 
         container.add_module(name, part)
 
 
-def image_view(model: nn.Module) -> ImageView:
-    """The image view of the model."""
-    backbone = backbone_of(model)
-    # The view of the loaded files has precedence over the library's default.
-    return origin_of(backbone).view or library_of(backbone).image_view(backbone)
-
-
-def file_view(model: nn.Module) -> ImageView:
-    """The view for image files (`view_of_files`)."""
-    data = training_settings(backbone_of(model)).get("data")
-    return view_of_files(image_view(model), str(data or ""))
-
-
-def set_image_view(model: nn.Module, view: ImageView) -> None:
-    """Set the image view of the model, which is also saved."""
-    backbone = backbone_of(model)
-    remember(backbone, replace(origin_of(backbone), view=view))
-
-
-def num_classes_of(model: nn.Module) -> int:
-    """Number of classes of the model's head."""
-    backbone = backbone_of(model)
-    return library_of(backbone).num_classes(backbone)
-
-
-def class_names_of(model: nn.Module) -> tuple[str, ...] | None:
-    """The names of the model's classes in the order of its logits, `None` if it has none."""
-    backbone = backbone_of(model)
-    return origin_of(backbone).class_names or library_of(backbone).class_names(backbone)
-
-
-def set_class_names(model: nn.Module, names: Sequence[str]) -> None:
-    """Set the class names of `model`, one per logit. `save` writes them as its library does."""
-    if len(names) != num_classes_of(model):
-        raise UsageError(f"{len(names)} names do not name {num_classes_of(model)} classes")
-    backbone = backbone_of(model)
-    remember(backbone, replace(origin_of(backbone), class_names=tuple(names)))
-
-
-def name_classes(model: nn.Module, file: Path | None, *, place: str) -> None:
-    """Name the outputs of a model, which is called `place`, as `file` says, a line for each.
-
-    `None` changes nothing. Raises `UsageError` for a file that cannot be read, for another number
-    of names than outputs, and for a model with other names.
-    """
-    if file is None:
-        return
-    file = user_path(file)
-    own = class_names_of(model)
-    outputs = num_classes_of(model)
-    hint = "name a file of UTF-8 text with one name per line, in the order of the model's outputs"
-    try:
-        # A byte order mark is what some editors of Windows begin a file with.
-        text = file.read_text(encoding="utf-8-sig").rstrip()
-    except (OSError, UnicodeDecodeError) as error:
-        cause = f"The names of the classes cannot be read ({one_line(error)})"
-        raise UsageError(cause, place=file, hint=hint) from error
-    names = tuple(name.strip() for name in text.split("\n"))
-    fault = ""
-    if "" in names:
-        fault = "A line is empty"
-    elif len(names) != outputs:
-        fault = f"There are {counted(len(names), 'name')} for the {outputs} outputs of {place}"
-    elif own not in (None, names, tuple(map(str, range(outputs)))):
-        fault = f"{place} names its classes itself, and otherwise ({shortened(own or ())})"
-        hint = "leave out --classes, or correct the names in the model's files"
-    if fault:
-        raise UsageError(fault, place=file, hint=hint)
-    set_class_names(model, names)
-
-
-def library_of(backbone: nn.Module) -> Library:
-    """The adapter of the library that made `backbone`. Raises `UsageError` for other models."""
-    # PEFT's wrapper has the attributes of the model inside, and adapters that no library reads.
-    if hasattr(backbone, "merge_and_unload"):
-        raise UsageError(
-            f"{type(backbone).__name__} holds adapters beside the weights of its model",
-            hint="merge them first: layershuffle.save(model.merge_and_unload(), directory)",
-        )
-    for name, (_, needed) in _ADAPTERS.items():
-        # A library that was never imported cannot have made the model.
-        if needed in sys.modules and _library(name).owns(backbone):
-            return _library(name)
-    raise UsageError(
-        f"{type(backbone).__name__} is not a model of timm or transformers",
-        hint="wrap, train and evaluate it; torch.save(model.state_dict(), FILE) keeps it",
-    )
-
-
-def _library(name: str) -> Library:
-    return cast(Library, import_module(f"layershuffle.models.{_ADAPTERS[name][0]}"))
-
-
 def _opened(spec: ModelSpec, seed: int) -> nn.Module:
     if spec.scheme == "timm":
-        return wrap(_library("timm").build(spec.place, spec.settings, seed=seed))
+        return wrap(adapter("timm").build(spec.place, spec.settings, seed=seed))
     place = user_path(spec.place)
     random = spec.settings.get("pretrained") is False
     base = None
@@ -417,14 +287,14 @@ def _opened(spec: ModelSpec, seed: int) -> nn.Module:
 
 def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
     """The model in a directory; `base`: the name of one that somebody else put on the hub."""
-    directory = _model_directory(place)
+    directory = _loadable_directory(place)
     if (directory / MANIFEST).is_file():
-        return _library("onnxruntime").read(directory, seed=seed)
+        return adapter("onnxruntime").read(directory, seed=seed)
     if not (directory / METADATA_FILE).is_file():
         return _built_by_its_library(directory, seed, base)
     metadata = read_metadata(directory)
     path = directory / METADATA_FILE
-    library = _library(metadata.library)
+    library = adapter(metadata.library)
     backbone = library.read(directory, seed=seed)
     try:
         wrap(backbone, metadata.blocks)
@@ -474,12 +344,12 @@ def _built_by_its_library(directory: Path, seed: int, base: str | None) -> nn.Mo
     # transformers' wrapper around timm also has an architecture.
     if "architecture" not in config or "model_type" in config:
         return wrap(hf_models.foreign(directory, seed=seed, base=base))
-    backbone = _library("timm").read(directory, seed=seed)
+    backbone = adapter("timm").read(directory, seed=seed)
     origin = replace(origin_of(backbone), base_model=base, natural_classes=True)
     return wrap(remember(backbone, origin))
 
 
-def _model_directory(place: Path) -> Path:
+def _loadable_directory(place: Path) -> Path:
     """The directory with the model of `place`. Raises `ModelFileError` if there is none."""
     directory = model_directory(place)
     if any((directory / mark).is_file() for mark in (MANIFEST, METADATA_FILE, CONFIG)):
