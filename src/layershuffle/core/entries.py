@@ -354,6 +354,9 @@ class _GroupedForward:
             rows += self._rows[group]
         here = tuple(rows)
         joined = read[0] if len(read) == 1 else torch.cat(read, axis)
+        if len(read) == 1 and members[0][1] != step.position:
+            # Other steps still have to read it, and a block may write into its input.
+            joined = joined.clone()
         out = self._call(replace(step, rows=here), joined, arguments)
         outs[here] = out
         news = _parts(state_of(out), sizes, axis)

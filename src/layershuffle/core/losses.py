@@ -142,7 +142,7 @@ def _common_forward(
     positioned = positioned_in(model)
     with running(positioned or model, given, exit_after=exit_after, logits=logits):
         output, position_loss = _forward(model, images, positioned)
-    parts = (logits(output),) if exit_after is None else output
+    parts: tuple[Tensor, ...] = (logits(output),) if exit_after is None else output
     if len(orders) > 1:
         # Before the criterion, which may know its samples by their place in the batch.
         parts = tuple(part.index_select(0, back) for part in parts)

@@ -10,6 +10,7 @@ that `with` blocks which exit out of turn (an `ExitStack`, a generator) leave no
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,10 @@ Entries = Callable[["Run"], Sequence[Callable[..., Any]]]
 
 @dataclass
 class StackRequests:
-    """Which entries a backbone has requested in the latest forward of a stack of `depth` blocks."""
+    """Which entries a backbone has requested in the latest forward of a stack of `depth` blocks.
+
+    `entries` are those of this forward, and `around` says what stands around their blocks.
+    """
 
     depth: int
     whole: bool = False
@@ -40,6 +44,13 @@ class StackRequests:
     length: int = 0
     sliced: bool = False
     entries: Sequence[Callable[..., Any]] = ()
+    around: tuple[object, ...] = ()
+
+    def has_entries(self, around: tuple[object, ...]) -> bool:
+        """Whether this forward has entries, made with the very same things around the blocks."""
+        if not self.entries or len(around) != len(self.around):
+            return False
+        return all(map(operator.is_, around, self.around))
 
     def note(self, count: int, length: int) -> None:
         """The backbone has received `count` of `length` entries so far."""

@@ -104,14 +104,17 @@ class BlockStack(nn.ModuleList):
         # `is` is faster than `==`, and this check runs before every forward; most have no order.
         if run is PLAIN:
             return self.blocks
-        if not begins and run.requests is not None and run.requests.entries:
-            return run.requests.entries
+        requests = run.requests
+        around = (run.recompute, *run.hooks)
+        if not begins and requests is not None and requests.has_entries(around):
+            return requests.entries
         if run.entries is not None:
             entries = run.entries(run)
         else:
             entries = order_entries(self.blocks, ExecutionOrder.sequential(self.depth), run=run)
-        if run.requests is not None:
-            run.requests.entries = entries
+        if requests is not None:
+            requests.entries = entries
+            requests.around = around
         return entries
 
     def _part(self, index: slice) -> BlockStack:

@@ -313,8 +313,8 @@ def _same_row(alone: Trace, both: Trace, *, row: int, axes: Axes) -> bool:
     for a, b in zip(alone.outputs, both.outputs, strict=False):
         if not are_close(a[0].select(axes.state, row), b[0].select(axes.state, row)):
             return False
-    for a, b in zip(alone.answer, both.answer, strict=True):
-        is_per_sample = a.dim() and len(a) == 2 and a.is_floating_point()
-        if is_per_sample and not are_close(a[row], b[row]):
+    for single, batch in zip(alone.answer, both.answer, strict=True):
+        is_per_sample = single.dim() and len(single) == 2 and single.is_floating_point()
+        if is_per_sample and not are_close(single[row], batch[row]):
             return False
     return True
