@@ -1,8 +1,9 @@
-"""Host models as users write them, with work between, around and instead of their blocks."""
+"""Backbones as users write them, with work between, around and instead of their blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class Own(nn.Module):
         return self.head(self.norm(self.run(self.patches(images).flatten(2).mT)).mean(1))
 
     def run(self, x: Tensor) -> Tensor:
-        """Run the blocks, with the work of this host around them."""
+        """Run the blocks, with the work of this backbone around them."""
         for block in self.blocks:
             x = block(x)
         return x
@@ -258,7 +259,7 @@ class Named(Own):
 
 
 class Pairs(Own):
-    """Blocks are lists of two parts; the residual sums are in the host's loop."""
+    """Blocks are lists of two parts; the residual sums are in the backbone's loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +310,7 @@ class ScaledByBlocks(Own):
         return x
 
 
-# --- hosts that ignore orders, or only follow orders up to their depth ----------------------------
+# --- backbones that ignore orders, or only follow orders up to their depth ------------------------
 
 
 class Counting(Own):
@@ -346,7 +347,7 @@ class ZippedAfter(Zipped):
 
 
 class Leaving(Own):
-    """Leaves its loop after the last block of the host."""
+    """Leaves its loop after the last block of the backbone."""
 
     def run(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -436,26 +437,217 @@ class MaskedBlock(nn.Module):
         return self.inner(x) * mask
 
 
-def families(*hosts: Callable[[], nn.Module]) -> dict[str, Family]:
-    """Families of hosts, by name."""
+class MaybeMasked(Masked):
+    """Has its mask as an option."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """States."""
+        for block in self.blocks:
+            x = block(x, 1 if mask is None else mask)
+        return x
+
+
+# --- blocks that share something beside the state, or return more ---------------------------------
+
+
+class Values(Own):
+    """The values of the first block that runs go to all later ones (arXiv 2410.17897)."""
+
+    class Valued(Block):
+        """Adds the first values of this forward."""
+
+        box: dict[str, Tensor]
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The next state."""
+            return super().forward(x) + self.box.setdefault("values", self.channels(x))
+
+    block = Valued
+
+    def run(self, x: Tensor) -> Tensor:
+        box: dict[str, Tensor] = {}
+        for block in self.blocks:
+            block.box = box  # type: ignore[assignment]
+            x = block(x)
+        return x
+
+
+class Merging(Own):
+    """Blocks note in a list how many tokens they left, and the head weighs by its length."""
+
+    class Noting(Block):
+        """Notes its run."""
+
+        notes: list[int]
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The next state."""
+            self.notes.append(x.shape[1])
+            return super().forward(x) / len(self.notes)
+
+    block = Noting
+
+    def run(self, x: Tensor) -> Tensor:
+        notes: list[int] = []
+        for block in self.blocks:
+            block.notes = notes  # type: ignore[assignment]
+            x = block(x)
+        return x
+
+
+class BatchMixing(Own):
+    """Blocks subtract the mean over the samples of the batch."""
+
+    class Mixing(Block):
+        """Mixes samples."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The next state."""
+            return super().forward(x) - x.mean(0, keepdim=True) / 2
+
+    block = Mixing
+
+
+CONDITION: ContextVar[float] = ContextVar("condition", default=0.0)
+
+
+class Conditioned(Own):
+    """The backbone sets a condition for its blocks in a context variable."""
+
+    class Reading(Block):
+        """Adds the condition."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The next state."""
+            return super().forward(x) + CONDITION.get()
+
+    block = Reading
+
+    def run(self, x: Tensor) -> Tensor:
+        before = CONDITION.set(0.25)
+        try:
+            return super().run(x)
+        finally:
+            CONDITION.reset(before)
+
+
+class Casting(Own):
+    """The backbone runs its blocks under autocast."""
+
+    def run(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().run(x)
+
+
+class Losing(Own):
+    """The blocks return a loss beside the state, and the backbone sums them up."""
+
+    class Routed(Block):
+        """Returns the state and how large it is."""
+
+        def forward(self, x: Tensor) -> Any:
+            """The next state, and a scalar."""
+            return super().forward(x), x.square().mean()
+
+    block = Routed
+
+    def run(self, x: Tensor) -> Tensor:
+        total: Any = 0.0
+        for block in self.blocks:
+            x, loss = block(x)
+            total = total + loss
+        return x + total * torch.linspace(0, 1, WIDTH)
+
+
+class TokensFirst(Own):
+    """The state has its samples on the second axis."""
+
+    class Turned(Block):
+        """Takes and returns tokens first."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The next state."""
+            return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+    block = Turned
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Scaled(Own):
+    """The blocks take a scale of every sample by keyword, and return a number of every sample."""
+
+    class Scaling(Block):
+        """Scales what it adds."""
+
+        def forward(self, x: Tensor, *, scale: Tensor) -> Any:
+            """The next state, and its size."""
+            out = x + scale * (super().forward(x) - x)
+            return out, out.abs().mean((1, 2))
+
+    block = Scaling
+
+    def run(self, x: Tensor) -> Tensor:
+        scale, sizes = x.abs().amax((1, 2), keepdim=True), 0.0
+        for block in self.blocks:
+            x, size = block(x, scale=scale)
+            sizes = sizes + size
+        return x + sizes[:, None, None] * torch.linspace(0, 1, WIDTH)
+
+
+# --- blocks that do not add to the state ----------------------------------------------------------
+
+
+class PostNorm(Block):
+    """Normalises the sum, so the block does not add to its state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next state."""
+        return nn.functional.layer_norm(super().forward(x), (WIDTH,))
+
+
+class PostNormed(Own):
+    """Blocks that do not add to their state."""
+
+    block = PostNorm
+
+
+class Shortening(Own):
+    """Blocks that return fewer tokens than they get."""
+
+    class Shorter(Block):
+        """Leaves the last token out."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The next state."""
+            return x[:, :-1] + self.channels(x[:, :-1])
+
+    block = Shorter
+
+
+def families(*backbones: Callable[[], nn.Module]) -> dict[str, Family]:
+    """Families of backbones, by name."""
     return {
-        f"own-{host.__name__.lower()}": Family(
-            f"own-{host.__name__.lower()}", "own", "blocks", host
+        f"own-{backbone.__name__.lower()}": Family(
+            f"own-{backbone.__name__.lower()}", "own", "blocks", backbone
         )
-        for host in hosts
+        for backbone in backbones
     }
 
 
-# Hosts that follow an order; those of the first line only pass the state from block to block.
+# Backbones that follow an order. The first only pass the state from block to block.
 CHAINS = families(Own, Tuples, Named, ByForward, OfItsClass)
 LOOPS = families(
-    *(Readout, Injection, InjectionInPlace, Gates, Bounding, Backwards),
-    *(InPlace, InPlaceWithPatches, TupleState),
+    *(Readout, Injection, InjectionInPlace, Gates, Bounding, Backwards, TwoEnds),
+    *(InPlace, InPlaceWithPatches, TupleState, TokensFirst, Scaled, PostNormed, Shortening),
     *(Pairs, ByParts, ByMethod, ScaledByBlocks),
 )
+# The blocks share something, or get something, beside the state.
+SHARED = families(Values, Merging, BatchMixing, Conditioned, Casting, Losing)
 # Those whose blocks run in parts, so nothing can be put around a block.
 IN_PARTS = ("own-pairs", "own-byparts", "own-bymethod")
-# Hosts that follow orders up to their depth.
+# Backbones that follow orders up to their depth.
 CUTTING = families(Counting, Zipped, ZippedAfter, Leaving)
-# Hosts that no order reaches.
+# Backbones that no order reaches.
 DEAF = families(Children, Modules, Cached, ChildrenByForward)

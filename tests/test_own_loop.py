@@ -38,7 +38,7 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 def logits_along(model: Rebuilt, batch: Tensor, order: tuple[int, ...]) -> Tensor:
     """Logits of `batch`, run through the blocks of `order`."""
-    model.along(order)
+    model.set_order(order)
     return logits_of(model.model(batch))
 
 

@@ -19,6 +19,7 @@ from common import (
     PERMUTED,
     PRUNED,
     REPEATED,
+    SEQUENTIAL,
     WIDTH,
     Family,
     assert_close,
@@ -274,6 +275,15 @@ def test_one_module_for_optimiser_device_and_mode() -> None:
         assert model(images().double()).dtype == torch.float64
     model.to("meta")
     assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "hf-vit", "torchvision-vit"])
+def test_a_projection_of_zero_is_the_plain_model(name: str) -> None:
+    model = FAMILIES[name].wrapped()
+    encoded = ls.add_position(model, encoding=ls.EncodingForm(projection_init="zero"))
+    for order in (SEQUENTIAL, PERMUTED, REPEATED):
+        with ls.running(model, order), torch.no_grad():
+            assert torch.equal(logits_of(encoded(images())), logits_of(model(images())))
 
 
 def test_positioned_model_without_parts_is_the_host() -> None:

@@ -25,6 +25,7 @@ from common import (
     PERMUTED,
     PRUNED,
     SEQUENTIAL,
+    WIDTH,
     assert_close,
     gradients,
     images,
@@ -34,7 +35,7 @@ from common import (
 from layershuffle.core.hooks import Step
 from layershuffle.core.stack import BlockStack, stack_of, with_hooks
 from layershuffle.ground.errors import StackError, UsageError
-from own_models import Own
+from own_models import CHAINS, LOOPS, Block, Own
 from refusals import refuses
 
 VIT, TORCHVISION = FAMILIES["timm-vit"], FAMILIES["torchvision-vit"]
@@ -199,6 +200,12 @@ def test_groups_share_one_run_of_a_block(model: nn.Module) -> None:
 
 
 # --- refused --------------------------------------------------------------------------------------
+
+
+def test_another_number_of_orders_than_of_samples_is_refused(model: nn.Module) -> None:
+    orders = [ls.ExecutionOrder(PERMUTED, DEPTH)] * 2
+    with ls.running(model, orders), refuses(UsageError):
+        model(images(3))
 
 
 def test_functions_need_a_wrapped_model() -> None:
@@ -540,3 +547,83 @@ def test_a_backward_for_each_order_is_right(model: nn.Module) -> None:
     for name, gradient in gradients(model).items():
         wanted = gradients(plain)[name]
         assert_close(gradient, wanted, tolerance=1e-6 * float(wanted.abs().max() + 1))
+
+
+# --- backbones that look at their blocks, or do something between them --------------------------
+
+
+def test_a_backbone_may_look_at_its_blocks() -> None:
+    """It may read numbers and submodules, and call nn.Module's methods."""
+    model = CHAINS["own-own"].wrapped()
+    stack = stack_of(model)
+    with ls.tap(model):
+        assert stack[1].tokens.norm.normalized_shape == (WIDTH,)
+        assert stack[1].tokens.norm.weight is ls.blocks_of(model)[1].tokens.norm.weight
+        assert len(list(stack[1].parameters())) == 8
+        assert isinstance(stack[1], type(ls.blocks_of(model)[1]))
+
+
+def test_a_backbone_that_runs_from_behind_is_recorded_whole() -> None:
+    """Position 0 comes last, and begins no new forward."""
+    model = LOOPS["own-backwards"].wrapped()
+    with ls.tap(model) as tap, ls.running(model, PERMUTED):
+        for _ in range(2):
+            model(images())
+    assert [record.block for record in tap.records] == [*reversed(PERMUTED)]
+    assert [record.position for record in tap.records] == [3, 2, 1, 0]
+
+
+def test_looking_at_blocks_is_not_running_them() -> None:
+    model = CHAINS["own-own"].wrapped()
+    stack = stack_of(model)
+    with ls.running(model, PERMUTED):
+        assert stack[0] is ls.blocks_of(model)[2]
+        assert len(stack) == DEPTH
+        assert next(iter(stack)) is stack[0]
+    with ls.running(model, LONGER):
+        assert len(stack[:2]) == 2
+    with pytest.raises(ZeroDivisionError), ls.running(model, LONGER):
+        assert [stack[0], stack[1]][1 // 0]
+
+
+def test_slices_can_be_called_under_an_order() -> None:
+    """As those of an nn.Sequential."""
+
+    class Registers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[2:](self.blocks[:2](x) * self.scale)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = ls.wrap(Registers().eval())
+    x = torch.randn(2, 16, WIDTH)
+    blocks = ls.blocks_of(model)
+    with torch.no_grad(), ls.running(model, "3,2,1,0"):
+        wanted = blocks[0](blocks[1](blocks[2](blocks[3](x)) * model.scale))
+        assert torch.equal(model(x), wanted)
+
+
+def test_a_gate_weighs_what_a_block_adds() -> None:
+    """The backbone's own step between blocks, on the residual of an older state."""
+    x = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = LOOPS["own-gates"].wrapped()
+    blocks, gates = ls.blocks_of(model), model.gates.detach()
+    with torch.no_grad():
+        first = x + gates[0] * (blocks[2](x) - x)
+        second = first + gates[1] * (blocks[0](x) - x)
+        with ls.running(model, "2+0"):
+            assert_close(model.run(x), second, tolerance=1e-5)
+
+
+def test_a_backbone_may_write_into_the_state_between_its_blocks() -> None:
+    """Writing into a tensor that older versions were read from does not change them."""
+    x = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+    in_place, plain = LOOPS["own-injectioninplace"].wrapped(), LOOPS["own-injection"].wrapped()
+    plain.load_state_dict(in_place.state_dict())
+    for order in ("2,0+3,1", "2,0,3@1,1@1"):
+        with torch.no_grad(), ls.running(in_place, order), ls.running(plain, order):
+            assert_close(in_place.run(x.clone()), plain.run(x.clone()), tolerance=1e-5)

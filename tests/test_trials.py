@@ -1,16 +1,14 @@
-"""Blocks that share something beside the state, and backbones that do something between them.
+"""The trials of what rounds, orders per sample and shared beginnings need of a backbone.
 
-Every score and every sample has to be what a forward of that order alone gives.
+When they are made, what they see, how long their verdicts last, and that they leave nothing behind.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import logging
 import queue
 import threading
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from torch.ao.quantization import FakeQuantize
 
 import layershuffle as ls
 from common import (
-    CLASSES,
     DEPTH,
     FAMILIES,
     PERMUTED,
@@ -33,9 +30,20 @@ from common import (
     images,
 )
 from contracts import TOLERANCE
-from layershuffle.ground.errors import StackError
-from own_models import Asked, Block, Own, TrainedWithPatches, TwoEnds
-from test_own_models import EQUAL_LENGTHS, one_by_one
+from layershuffle.core.stack import recomputing
+from layershuffle.ground.errors import StackError, UsageError
+from own_models import (
+    CHAINS,
+    Asked,
+    Block,
+    Masked,
+    MaybeMasked,
+    Own,
+    TrainedWithPatches,
+    Values,
+)
+from refusals import refuses
+from test_contract import EQUAL_LENGTHS, one_by_one
 
 ORDERS = ["3,0,2,1", "3,0", "3,0,1,2", "0,1,2,3", "0,1,3,2", "3,1"]
 EACH = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
@@ -47,156 +55,6 @@ def own(backbone: type[nn.Module], **arguments: Any) -> Any:
     return ls.wrap(backbone(**arguments), "blocks").eval()
 
 
-class Values(Own):
-    """The values of the first block that runs go to all later ones (arXiv 2410.17897)."""
-
-    class Valued(Block):
-        """Adds the first values of this forward."""
-
-        box: dict[str, Tensor]
-
-        def forward(self, x: Tensor) -> Tensor:
-            """The next state."""
-            return super().forward(x) + self.box.setdefault("values", self.channels(x))
-
-    block = Valued
-
-    def run(self, x: Tensor) -> Tensor:
-        box: dict[str, Tensor] = {}
-        for block in self.blocks:
-            block.box = box  # type: ignore[assignment]
-            x = block(x)
-        return x
-
-
-class Merging(Own):
-    """Blocks note in a list how many tokens they left, and the head weighs by its length."""
-
-    class Noting(Block):
-        """Notes its run."""
-
-        notes: list[int]
-
-        def forward(self, x: Tensor) -> Tensor:
-            """The next state."""
-            self.notes.append(x.shape[1])
-            return super().forward(x) / len(self.notes)
-
-    block = Noting
-
-    def run(self, x: Tensor) -> Tensor:
-        notes: list[int] = []
-        for block in self.blocks:
-            block.notes = notes  # type: ignore[assignment]
-            x = block(x)
-        return x
-
-
-class BatchMixing(Own):
-    """Blocks subtract the mean over the samples of the batch."""
-
-    class Mixing(Block):
-        """Mixes samples."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            """The next state."""
-            return super().forward(x) - x.mean(0, keepdim=True) / 2
-
-    block = Mixing
-
-
-CONDITION: ContextVar[float] = ContextVar("condition", default=0.0)
-
-
-class Conditioned(Own):
-    """The backbone sets a condition for its blocks in a context variable."""
-
-    class Reading(Block):
-        """Adds the condition."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            """The next state."""
-            return super().forward(x) + CONDITION.get()
-
-    block = Reading
-
-    def run(self, x: Tensor) -> Tensor:
-        before = CONDITION.set(0.25)
-        try:
-            return super().run(x)
-        finally:
-            CONDITION.reset(before)
-
-
-class Casting(Own):
-    """The backbone runs its blocks under autocast."""
-
-    def run(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().run(x)
-
-
-class Losing(Own):
-    """The blocks return a loss beside the state, and the backbone sums them up."""
-
-    class Routed(Block):
-        """Returns the state and how large it is."""
-
-        def forward(self, x: Tensor) -> Any:
-            """The next state, and a scalar."""
-            return super().forward(x), x.square().mean()
-
-    block = Routed
-
-    def run(self, x: Tensor) -> Tensor:
-        total: Any = 0.0
-        for block in self.blocks:
-            x, loss = block(x)
-            total = total + loss
-        return x + total
-
-
-class TokensFirst(Own):
-    """The state has its samples on the second axis."""
-
-    class Turned(Block):
-        """Takes and returns tokens first."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            """The next state."""
-            return super().forward(x.transpose(0, 1)).transpose(0, 1)
-
-    block = Turned
-
-    def run(self, x: Tensor) -> Tensor:
-        return super().run(x.transpose(0, 1)).transpose(0, 1)
-
-
-class Scaled(Own):
-    """The blocks take a scale of every sample by keyword, and return a number of every sample."""
-
-    class Scaling(Block):
-        """Scales what it adds."""
-
-        def forward(self, x: Tensor, *, scale: Tensor) -> Any:
-            """The next state, and its size."""
-            out = x + scale * (super().forward(x) - x)
-            return out, out.abs().mean((1, 2))
-
-    block = Scaling
-
-    def run(self, x: Tensor) -> Tensor:
-        scale, sizes = x.abs().amax((1, 2), keepdim=True), 0.0
-        for block in self.blocks:
-            x, size = block(x, scale=scale)
-            sizes = sizes + size
-        return x + sizes[:, None, None]
-
-
-SHARING = [Values, Merging]
-DOING_MORE = [BatchMixing, Conditioned, Casting, Losing]
-
-
 def alone(model: nn.Module, order: Any, batch: Tensor) -> Tensor:
     """Logits of one order, by a forward of its own."""
     with torch.no_grad(), ls.running(model, order):
@@ -204,55 +62,7 @@ def alone(model: nn.Module, order: Any, batch: Tensor) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("backbone", [*SHARING, *DOING_MORE], ids=lambda kind: kind.__name__)
-def test_scores_are_those_of_the_order_alone(
-    backbone: type[nn.Module], caplog: pytest.LogCaptureFixture
-) -> None:
-    model, batch, labels = own(backbone), images(6), torch.arange(6) % CLASSES
-    with caplog.at_level(logging.WARNING, logger="layershuffle"):
-        for score in ls.evaluate(model, [(batch, labels)] * 2, orders=ORDERS):
-            wanted = F.cross_entropy(alone(model, score.order, batch), labels)
-            assert score.cross_entropy == pytest.approx(float(wanted), rel=1e-6)
-    assert len(caplog.records) == (backbone in SHARING), "said once"
-
-
-@pytest.mark.parametrize("backbone", SHARING, ids=lambda kind: kind.__name__)
-def test_nothing_is_said_of_one_order(
-    backbone: type[nn.Module], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="layershuffle"):
-        ls.evaluate(own(backbone), [(images(6), torch.arange(6) % CLASSES)], orders=ORDERS[:1])
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("backbone", [*SHARING, BatchMixing, Losing], ids=lambda k: k.__name__)
-def test_samples_that_are_not_alone_are_refused(backbone: type[nn.Module]) -> None:
-    model = own(backbone)
-    with ls.running(model, EACH), pytest.raises(StackError):
-        model(images(3))
-
-
-@pytest.mark.parametrize(
-    "backbone", [Conditioned, Casting, TokensFirst, Scaled], ids=lambda kind: kind.__name__
-)
-def test_samples_get_what_they_get_alone(backbone: type[nn.Module]) -> None:
-    model = own(backbone)
-    with torch.no_grad(), ls.running(model, EACH):
-        together = model(images(3))
-    tolerance = 0.02 if backbone is Casting else TOLERANCE
-    assert_close(together, one_by_one(model, EQUAL_LENGTHS), tolerance=tolerance)
-
-
-@pytest.mark.parametrize("backbone", [TokensFirst, Scaled], ids=lambda kind: kind.__name__)
-def test_groups_get_what_they_get_alone(backbone: type[nn.Module]) -> None:
-    """Two samples of an order side by side in the batch, also with older states."""
-    model, batch = own(backbone), images(5)
-    texts = ("0+1,3", "0+1,3", "2,0,3", "2,0,3", "3,1+0")
-    each = [ls.ExecutionOrder.parse(text, depth=DEPTH) for text in texts]
-    with torch.no_grad(), ls.running(model, each):
-        together = model(batch)
-    wanted = [alone(model, order, batch[row : row + 1]) for row, order in enumerate(each)]
-    assert_close(together, torch.cat(wanted), tolerance=TOLERANCE)
+# --- verdicts -------------------------------------------------------------------------------------
 
 
 def test_a_gate_that_is_trained_later_hides_nothing() -> None:
@@ -339,27 +149,6 @@ def test_beit_can_be_trained_after_evaluate() -> None:
     with ls.running(model, PERMUTED):
         F.cross_entropy(model(images(3)), labels).backward()
     assert all(p.grad is not None for p in ls.blocks_of(model)[0].parameters())
-
-
-def test_slices_can_be_called_under_an_order() -> None:
-    """As those of an nn.Sequential."""
-
-    class Registers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
-            self.scale = nn.Parameter(torch.tensor(0.5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks[2:](self.blocks[:2](x) * self.scale)  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    model = ls.wrap(Registers().eval())
-    x = torch.randn(2, 16, WIDTH)
-    blocks = ls.blocks_of(model)
-    with torch.no_grad(), ls.running(model, "3,2,1,0"):
-        wanted = blocks[0](blocks[1](blocks[2](blocks[3](x)) * model.scale))
-        assert torch.equal(model(x), wanted)
 
 
 def test_as_many_tokens_as_samples() -> None:
@@ -458,7 +247,100 @@ def test_a_trial_waits_for_that_of_another_thread() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_the_last_block_may_be_asked_for_from_behind() -> None:
-    model = own(TwoEnds)
-    for order in (PERMUTED, PRUNED, (0, 2, 2, 1, 3, 0)):
-        alone(model, order, images(3))
+def test_the_trial_leaves_no_trace() -> None:
+    """It changes no modes, is seen by no hook, and draws nothing that others would have drawn."""
+    model = CHAINS["own-own"].wrapped().train()
+    model.norm.eval()
+    heads: list[tuple[bool, float]] = []
+    model.head.register_forward_hook(
+        lambda *_: heads.append((model.training, float(torch.rand(()))))
+    )
+    orders = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    before = torch.get_rng_state()
+    drawn = torch.rand(2).tolist()
+    torch.set_rng_state(before)
+    for _ in range(2):
+        with ls.running(model, orders):
+            model(images(3))
+    assert [training for training, _ in heads] == [True] * 2
+    assert [number for _, number in heads] == drawn
+    assert (model.training, model.norm.training, model.head.training) == (True, False, True)
+
+
+# --- arguments beside the state -------------------------------------------------------------------
+
+
+OF_TWO = [ls.ExecutionOrder(order, 2) for order in ((0, 1), (1, 0), (0, 0))]
+
+
+def assert_masked(model: nn.Module, *arguments: Tensor) -> None:
+    """Every sample gets what it gets alone with its part of the arguments."""
+    with ls.running(model, OF_TWO), torch.no_grad():
+        together = model(*arguments)
+    for row, order in enumerate(OF_TWO):
+        with ls.running(model, order), torch.no_grad():
+            alone = model(*(argument[row : row + 1] for argument in arguments))
+        assert_close(together[row : row + 1], alone, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4), (3, 5, 1), (3, 1, 1)])
+def test_arguments_with_a_part_per_sample_are_cut(shape: tuple[int, ...]) -> None:
+    assert_masked(ls.wrap(Masked()), torch.ones(3, 5, 4), torch.rand(shape))
+
+
+def test_a_mask_across_samples_is_refused() -> None:
+    """[samples, 1, width] times [samples, width] pairs every sample with every mask."""
+    model = ls.wrap(Masked())
+    with ls.running(model, OF_TWO), refuses(StackError):
+        model(torch.ones(3, 1, 4), torch.ones(3, 4))
+
+
+def test_a_mask_that_only_the_second_call_has_is_cut() -> None:
+    model = ls.wrap(MaybeMasked())
+    assert_masked(model, torch.ones(3, 5, 4))
+    assert_masked(model, torch.ones(3, 5, 4), torch.rand(3, 5, 4))
+
+
+@pytest.mark.parametrize("by", ["argument", "config"])
+def test_hidden_states_of_groups_are_refused(by: str) -> None:
+    """transformers collects the output of every block run, here of some samples only."""
+    model = FAMILIES["hf-vit"].wrapped()
+    asked = {"output_hidden_states": True} if by == "argument" else {}
+    model.config.output_hidden_states = by == "config"
+    each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    for run in (model, model.vit):
+        if run is model or asked:
+            with (
+                ls.running(model, each),
+                refuses(UsageError),
+            ):
+                run(images(3), **asked)
+
+
+def test_another_method_under_an_order_per_sample_is_refused() -> None:
+    """Whether its blocks mix samples is tried in calls of the model alone."""
+    model = FAMILIES["timm-vit"].wrapped()
+    each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    with torch.no_grad(), refuses(StackError), ls.running(model, each):
+        model.forward_intermediates(images(3), intermediates_only=True)
+
+
+def test_batch_norm_inside_blocks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = FAMILIES["timm-xcit"].wrapped()
+    caplog.clear()
+    each = [ls.ExecutionOrder(order, DEPTH) for order in EQUAL_LENGTHS]
+    for training, messages in ((False, 0), (True, 1), (True, 1)):
+        model.train(training)
+        with recomputing(model), ls.running(model, each):
+            model(images(3))
+        assert len(caplog.records) == messages
+    assert "BatchNorm layers in training mode: each batch counts twice" in caplog.text
+
+
+def test_training_without_an_order_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the backbone cuts a part from its blocks, at every call."""
+    model = FAMILIES["timm-vit"].wrapped().train()
+    for _ in range(2):
+        model.forward_intermediates(images(3), indices=[0], stop_early=True)
+        model(images(3))
+    assert caplog.text.count("in training mode without an execution order") == 1
