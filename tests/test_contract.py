@@ -348,11 +348,12 @@ def test_a_backbone_that_does_not_use_its_stack_is_refused(family: Family) -> No
 
 
 def test_a_list_made_in_the_first_forward_is_refused_in_the_next() -> None:
-    """Also by a trial, which hands nothing out for later."""
+    """Of an evaluation it is the second batch."""
     model = ls.wrap(CachedLater().eval(), "blocks")
-    batches = [(images(3), torch.tensor([0, 1, 4]))]
+    batches = [(images(3), torch.tensor([0, 1, 4]))] * 2
     with refuses(StackError):
         ls.evaluate(model, batches, orders=["2,0,1"])
+    model = ls.wrap(CachedLater().eval(), "blocks")
     first = answer(model)
     for context in (ls.running(model, PERMUTED), ls.tap(model)):
         with refuses(StackError), context:

@@ -458,6 +458,7 @@ def test_stem_blocks_and_head_are_the_forward(family):
 
 
 TWO_ENDS = {f"own-{name}" for name in ("own", "named", "byforward", "ofitsclass", "backwards")}
+TWO_ENDS |= {f"own-{name}" for name in ("twoends", "tokensfirst", "postnormed", "shortening")}
 
 
 @pytest.mark.parametrize("family", [*CHAINS.values(), *LOOPS.values()], ids=lambda f: f.name)
