@@ -33,7 +33,7 @@ from common import (
     score,
 )
 from layershuffle.core.hooks import Step
-from layershuffle.core.stack import BlockStack, stack_of, with_hooks
+from layershuffle.core.stack import BlockStack, recomputing, stack_of, with_hooks
 from layershuffle.ground.errors import StackError, UsageError
 from own_models import CHAINS, LOOPS, Block, Own
 from refusals import refuses
@@ -187,6 +187,21 @@ def test_replays_are_marked(model: nn.Module) -> None:
         out.sum().backward()
     assert len(calls) > forward
     assert all(step.replay for _, step in calls[forward:])
+
+
+def test_recomputing_runs_every_block_again_where_something_learns(model: nn.Module) -> None:
+    """And keeps nothing for a backward pass that does not come."""
+    runs: list[int] = []
+    for index, block in enumerate(ls.blocks_of(model)):
+        # Inside the block: a replay stops at the last tensor that the backward pass needs.
+        block.norm1.register_forward_hook(lambda *_, index=index: runs.append(index))
+    with ls.running(model, PERMUTED), recomputing(model):
+        with torch.no_grad():
+            model(images())
+        assert runs == list(PERMUTED)
+        runs.clear()
+        score(model(images())).backward()
+    assert runs == [*PERMUTED, *reversed(PERMUTED)]
 
 
 def test_groups_share_one_run_of_a_block(model: nn.Module) -> None:
