@@ -23,7 +23,7 @@ from layershuffle.core import losses
 from layershuffle.core.methods import METHOD_OPTIONS, PRESETS, Method
 from layershuffle.core.policies import Kept, LayerDrop, OrderPolicy, Sequential, Shuffled
 from layershuffle.core.stack import blocks_of, stack_of
-from layershuffle.core.tying import places_tied
+from layershuffle.core.tying import places_tied, share_weights
 from layershuffle.ground.errors import StackError, UsageError
 from layershuffle.training.settings import FitSettings
 
@@ -307,6 +307,8 @@ def test_a_model_without_the_parts_of_a_method_is_refused() -> None:
 def test_tied_models_are_tied_in_place() -> None:
     model = Method("layershuffle", distinct=2).prepare(FAMILY.wrapped())
     assert places_tied(blocks_of(model)) == (0, 0, 2, 2)
+    assert share_weights(blocks_of(model))
+    assert not share_weights(blocks_of(ls.wrap(FAMILY.plain())))
     assert places_tied(blocks_of(ls.tie(FAMILY.plain(), distinct=1))) == (0,) * DEPTH
 
 
