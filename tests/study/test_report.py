@@ -111,10 +111,13 @@ def test_numbers_of_the_tables_equal_the_csv(out: Path):
 def test_the_headline_says_what_the_study_shows(out: Path, html: Element):
     scores = from_csv(out)
     means = {arm: slow_mean(scores[arm, "arbitrary", 12]) for arm in LEVELS}
+    ordered = {arm: slow_mean(scores[arm, "sequential", 12]) for arm in LEVELS}
     sentence = (
         f"Shuffled, the ordinary model is right on {means['baseline']:.1f} of 100 images, "
         f"LayerShuffle on {means['layershuffle']:.0f}, "
-        f"LayerShuffle-depth on {means['layershuffle-depth']:.0f}"
+        f"LayerShuffle-depth on {means['layershuffle-depth']:.0f}; in order on "
+        f"{ordered['baseline']:.1f}, {ordered['layershuffle']:.1f} and "
+        f"{ordered['layershuffle-depth']:.1f}"
     )
     assert sentence in text_of(html)
     assert markdown_of(out).startswith(f"# {sentence}\n\n![")

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from layershuffle.ground.machine import processor
 from layershuffle.training import fit
 from layershuffle.training.history import COLUMNS, SCORES, add_row, begin_history, read_history
 from layershuffle.training.loop import epoch_rows
+from layershuffle.training.run import read_result
 from refusals import refuses
 
 ARMS = {
@@ -315,6 +317,17 @@ def test_every_fit_leaves_its_history_and_a_page_with_the_curves(tmp_path):
         assert row == expected, "to the last digit"
     page = (tmp_path / "index.html").read_text()
     assert page.count("<svg") == 1
+    result = read_result(tmp_path)
+    top1 = result.selected["top1"]
+    for text in (
+        escape(MODEL),
+        "96 train, 32 holdout, 32 test images of 100 classes",
+        f"{top1['sequential']:.1f} % of 32 images",
+        f"{top1['arbitrary']:.1f} %",
+        f"{result.selected['value']:.3f}, at step {result.selected['step']} of 8",
+        f"layershuffle eval {tmp_path} --data",
+    ):
+        assert f"{text}" in page, text
     assert "held out, arbitrary order" in page
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layershuffle.analysis.results import Facts
 from layershuffle.ground.errors import UsageError
-from layershuffle.ground.plotting import GROUND, INK, new_figure, style_axes
+from layershuffle.ground.plotting import INK, new_figure, style_axes
 from layershuffle.ground.stats import half_width
 
 Floats = NDArray[np.float64]
@@ -276,9 +276,9 @@ def _draw_map(axes: Axes, each: Map, *, written: bool) -> None:
     form = ".0f" if largest >= 100 else ".1f" if largest >= 10 else ".2f"
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _DIGITS}
     for (row, column), value in np.ndenumerate(values) if written else ():
-        colour = INK if light[row, column] else GROUND
+        colour = "black" if light[row, column] else "white"
         axes.text(column + 0.5, row + 0.5, format(value + 0.0, form), color=colour, **style)
     for home in range(depth):
         box = Rectangle((home + 0.05, home + 0.05), 0.9, 0.9, fill=False, lw=0.8)
-        box.set_edgecolor(INK if light[home, home] else GROUND)
+        box.set_edgecolor("black" if light[home, home] else "white")
         axes.add_patch(box)

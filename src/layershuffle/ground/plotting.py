@@ -47,6 +47,9 @@ METHOD_STYLES = {
     "truncated": STYLES[6],
 }
 """The style of every method, the same in all figures."""
+# On a dark page: what these three become; the colours of STYLES are mixed with white.
+_DARK = {INK: "#e6eaee", RULE: "#3a434c", GROUND: "#14181c"}
+_WHITE_SHARE = 0.45
 _HASH_SALT = "layershuffle"
 _LEGEND_COLUMNS = 5  # at most
 _LEGEND_LETTERS = 40  # at most; a longer name takes several lines
@@ -98,7 +101,11 @@ def draw_legend(figure: Figure | SubFigure, entries: Sequence[tuple[Any, str]]) 
 
 
 def figure_bytes(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
-    """The figure as an SVG with real text, or as a PNG of 150 dots per inch; no dates inside."""
+    """The figure as an SVG with real text, or as a PNG of 150 dots per inch; no dates inside.
+
+    The SVG follows the dark mode of the page that shows it; colours outside of this module's, as
+    those of a map and of the text in its cells, stay.
+    """
     import matplotlib
 
     # Dates and versions would make another file of the same picture, and so would element ids
@@ -107,7 +114,34 @@ def figure_bytes(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
     file = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": _HASH_SALT}):
         figure.savefig(file, format=kind, dpi=150, metadata=dict.fromkeys(nothing))
-    return file.getvalue()
+    if kind == "png":
+        return file.getvalue()
+    return file.getvalue().replace(b" <defs>", f" {_dark_style()}\n <defs>".encode(), 1)
+
+
+def dark_colours() -> dict[str, str]:
+    """What each colour of a figure becomes on a dark page, both as #rrggbb."""
+    colours = dict(_DARK)
+    for light, _, _ in STYLES:
+        channels = []
+        for place in (1, 3, 5):
+            value = int(light[place : place + 2], 16)
+            channels.append(round(value + _WHITE_SHARE * (255 - value)))
+        colours[light] = "#" + "".join(f"{channel:02x}" for channel in channels)
+    return colours
+
+
+def _dark_style() -> str:
+    """The style of an SVG that replaces its colours on a dark page.
+
+    matplotlib writes the colour of every element in its style attribute, which a rule has to match
+    and to override.
+    """
+    rules = []
+    for light, dark in dark_colours().items():
+        for what in ("fill", "stroke"):
+            rules.append(f'[style*="{what}: {light}"]{{{what}:{dark}!important}}')
+    return f"<style>@media screen and (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from layershuffle.ground.errors import Interrupted, ModelFileError, UsageError
 from layershuffle.ground.files import file_names, locked, refuse_foreign, user_path, write_text
 from layershuffle.ground.machine import device_of, hardware, stop_signals, torch_threads, versions
 from layershuffle.ground.settings import digest
-from layershuffle.ground.text import unheard
+from layershuffle.ground.text import clock, counted, unheard
 from layershuffle.models import save
 from layershuffle.training.checkpoints import (
     DATA_FILE,
@@ -253,6 +254,37 @@ def _record(job: Job, step: int, scores: dict[str, float]) -> dict[str, Any]:
     }
 
 
+def _facts(result: FitResult, out: Path) -> dict[str, str]:
+    """What the page of a run says, by its label: the run, its scores, and its time."""
+    selected = result.selected
+    sizes = []
+    for name in ("train", "holdout", "test"):
+        if name in result.data["sizes"]:
+            sizes.append(f"{result.data['sizes'][name]:,} {name}")
+    images = counted(selected["images"], "image")
+    metric = selected["metric"].partition(",")[0]
+    test = f"no step has seen them; layershuffle eval {quote(str(out))} --data "
+    test += f"{quote(result.data['spec'])} scores them"
+    if result.paper_protocol:
+        test = "they picked the checkpoint, as in the paper, so the scores above are theirs"
+    return {
+        "model": result.settings["model"],
+        "data": f"{result.data['spec']}: {', '.join(sizes)} images of {result.data['classes']} "
+        "classes",
+        "method": f"{result.method}, seed {result.seed}",
+        "top-1 with the blocks in order": f"{selected['top1']['sequential']:.1f} % of {images} "
+        "that picked the checkpoint",
+        "top-1 in any order": f"{selected['top1']['arbitrary']:.1f} % of the same",
+        f"best {metric}": f"{selected['value']:.3f}, at step {selected['step']:,} of "
+        f"{result.steps:,}",
+        "test images": test,
+        "time": f"{clock(result.train_seconds)} in all, {result.images_per_second:,.0f} images/s "
+        "in training",
+        "computed on": f"{result.hardware['gpu'] or result.hardware['processor']}, "
+        f"{result.hardware['precision']}",
+    }
+
+
 def _finish(state: TrainState) -> FitResult:
     job = state.job
     # The best state may have been saved before a resume: only its own record knows its score.
@@ -280,13 +312,7 @@ def _finish(state: TrainState) -> FitResult:
         processes=job.ranks.count,
         compile=job.compiler.report(),
     )
-    facts = {
-        f"best {result.selected['metric']}": result.selected["value"],
-        "at step": result.selected["step"],
-        "seconds in all": result.train_seconds,
-        "images per second in training": result.images_per_second,
-    }
-    write_page(job.out, method=result.method, facts=facts)
+    write_page(job.out, method=result.method, facts=_facts(result, job.out))
     write_text(job.out / RESULT_FILE, json.dumps(asdict(result), indent=2))
     shutil.rmtree(job.checkpoints)  # a finished run has nothing to resume
     return result

@@ -120,27 +120,38 @@ def render(summary: Summary, draw: DrawFigure, *, out: Path) -> str:
 
 
 def headline(summary: Summary) -> str:
-    """What the study shows in a sentence: of 100 images, how many each method has right."""
+    """What the study shows in a sentence: of 100 images, how many each method has right, shuffled
+    and in order, where a method has its price."""
     scores: dict[str, float] = {}
+    in_order: dict[str, float] = {}
     for arm in summary.arms:
         means = summary.means(arm, "arbitrary")
         if means:
             scores[arm] = mean(means)
+        sequential = summary.means(arm, "sequential")
+        if sequential:
+            in_order[arm] = mean(sequential)
     if not scores:
         return "No score in arbitrary order yet"
     # The paper's two methods, if the study has them, and the best arm.
     best = max(scores, key=lambda arm: scores[arm])
     parts: list[str] = []
-    for arm in unique(["baseline", "layershuffle", best]):
-        if arm not in scores:
-            continue
+    named = [arm for arm in unique(["baseline", "layershuffle", best]) if arm in scores]
+    for arm in named:
         name = "the ordinary model" if arm == "baseline" else label(arm)
         score = f"{scores[arm]:.1f}" if scores[arm] < 10 else f"{scores[arm]:.0f}"
         if parts:
             parts.append(f"{name} on {score}")
         else:
             parts.append(f"{name} is right on {score} of 100 images")
-    return f"Shuffled, {', '.join(parts)}"
+    shuffled = f"Shuffled, {', '.join(parts)}"
+    if not all(arm in in_order for arm in named):
+        return shuffled
+    # With a digit more: the price is often below one image of 100.
+    ordered = [f"{in_order[arm]:.1f}" for arm in named]
+    if len(ordered) == 1:
+        return f"{shuffled}; in order on {ordered[0]}"
+    return f"{shuffled}; in order on {', '.join(ordered[:-1])} and {ordered[-1]}"
 
 
 def main_difference(summary: Summary) -> str:
