@@ -42,7 +42,15 @@ def everything(tmp_path_factory):
 def test_files_of_an_analysis(everything, name):
     out = everything / name
     summary = json.loads((out / "summary.json").read_text())
-    assert set(summary) == {"schema", "name", "title", "files", "settings", "facts"}
+    assert set(summary) == {
+        "schema",
+        "name",
+        "title",
+        "answer",
+        "files",
+        "settings",
+        "facts",
+    }
     assert (summary["schema"], summary["name"]) == (1, name)
     assert summary["settings"]["max_images"] == summary["facts"]["images"] == 48
     assert {*summary["files"], "summary.json"} == {path.name for path in out.iterdir()}
@@ -51,6 +59,10 @@ def test_files_of_an_analysis(everything, name):
     assert numbers.value[numbers.name == "images"].tolist() == [48]
     page = (out / "index.html").read_text()
     assert all(f"<td>{escape(name)}</td>" in page for name in numbers.name)
+    assert f"<p>{escape(summary['answer'])} (" in page
+    columns = [set(pandas.read_csv(path)) for path in out.glob("*.csv")]
+    for column in set().union(*columns) - {"name", "value", "low", "high"}:
+        assert f"<td>{escape(column)}</td>" in page
     figures = {file for file in summary["files"] if file.endswith(".svg")}
     assert figures
     assert {file.replace(".svg", ".png") for file in figures} <= set(summary["files"])

@@ -33,6 +33,16 @@ ANALYSES = {
 """The question that each analysis asks. Its module has its name, with underscores."""
 
 
+_MEANINGS = {
+    "images": "number of test images",
+    "orders": "number of orders in which the images ran",
+    "image": "number of the image",
+    "block": "number of the block in the model",
+    "position": "place in the order at which the block ran, from 0",
+}
+"""What the numbers and columns of every analysis are; a module has those of its own."""
+
+
 def find_analysis(name: str) -> str:
     """The question of the analysis. Raises `UsageError` with the most similar name."""
     if name not in ANALYSES:
@@ -59,10 +69,10 @@ def run_analysis(
     """Run one analysis of one model and write it to the directory `out` atomically.
 
     Written: CSV tables, with the single numbers in numbers.csv; figures as SVG and PNG; index.html,
-    which shows the numbers and figures; and summary.json, which is returned (schema, name, title,
-    files, settings, facts). `progress` is called with the images done, and with later steps. Raises
-    `DoesNotApply` (a `UsageError`) for a model to which the question does not apply, and as `load`
-    and `open_data` do.
+    which answers the question and shows the numbers and figures; and summary.json, which is
+    returned (schema, name, title, answer, files, settings, facts). `progress` is called with the
+    images done, and with later steps. Raises `DoesNotApply` (a `UsageError`) for a model to which
+    the question does not apply, and as `load` and `open_data` do.
     """
     from pandas import DataFrame
 
@@ -83,11 +93,15 @@ def run_analysis(
         texts[f"{stem}.csv"] = table_text(table)
     pictures = draw(name, texts)
     texts["numbers.csv"] = numbers.to_csv(index=False, float_format="%.6g", lineterminator="\n")
-    texts["index.html"] = _page(title, f"{model_spec} on {data_spec}", texts, figures=pictures)
+    answer = _module(name).answer(measured)
+    meanings = {**_MEANINGS, **_module(name).MEANINGS}
+    lead = f"{answer} ({model_spec} on {data_spec})"
+    texts["index.html"] = _page(title, lead, texts, figures=pictures, meanings=meanings)
     summary = {
         "schema": 1,
         "name": name,
         "title": title,
+        "answer": answer,
         "files": sorted([*texts, *pictures]),
         "settings": settings.model_dump(mode="json"),
         "facts": measured.facts,
@@ -117,18 +131,50 @@ def draw(name: str, texts: Mapping[str, str]) -> dict[str, bytes]:
     return pictures
 
 
-def _page(title: str, subject: str, texts: Mapping[str, str], *, figures: Collection[str]) -> str:
-    """The page with the numbers and the figures, and links to the tables behind them."""
+def _page(
+    title: str,
+    lead: str,
+    texts: Mapping[str, str],
+    *,
+    figures: Collection[str],
+    meanings: Mapping[str, str],
+) -> str:
+    """The page: the answer (`lead`), numbers, figures, and the tables with their columns."""
     from layershuffle.ground.plotting import html_page, html_table
 
     head, *rows = csv.reader(io.StringIO(texts["numbers.csv"]))
+    explained = []
+    for name, *values in rows:
+        explained.append((name, *map(_rounded, values), _meaning(name, meanings)))
+    tables = []
+    for file, text in texts.items():
+        if file.endswith(".csv") and file != "numbers.csv":
+            columns, *_ = csv.reader(io.StringIO(text))
+            cells = [(column, _meaning(column, meanings)) for column in columns]
+            tables.append(f'<p><a href="{file}">{file}</a></p>')
+            tables.append(html_table(("column", "meaning"), cells))
     pictures = []
     for name in figures:
         if name.endswith(".svg"):
             pictures.append(f'<img src="{name}" alt="{name}">')
     parts = {
-        "Numbers": f"<p>{escape(subject)}</p>{html_table(head, rows)}",
+        "Numbers": html_table((*head, "meaning"), explained),
         "Figures": "".join(pictures),
-        "Tables": ", ".join(f'<a href="{name}">{name}</a>' for name in texts),
+        "Tables": "".join(tables),
     }
-    return html_page(title, parts)
+    return html_page(title, parts, lead=f"<p>{escape(lead)}</p>")
+
+
+def _rounded(value: str) -> str:
+    """A number of a table with three digits, whole ones as they are; nothing for none."""
+    if not value or "." not in value:
+        return value
+    return f"{float(value):.3g}"
+
+
+def _meaning(name: str, meanings: Mapping[str, str]) -> str:
+    """What a number or a column is; `ratio_half` is half the interval of `ratio`."""
+    own = name.rpartition(": ")[2].replace("_", " ")
+    if own.endswith(" half"):
+        return f"half of the 95 % interval of {own.removesuffix(' half')}"
+    return meanings[own]

@@ -29,7 +29,7 @@ from layershuffle.analysis.position_table import (
     read_map,
     weighted_means,
 )
-from layershuffle.analysis.results import Measurement, Tables
+from layershuffle.analysis.results import Measurement, Tables, with_interval
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
 from layershuffle.ground.machine import in_float64
@@ -186,6 +186,30 @@ def _check_square(weights: Tensor, grid: tuple[int, int] | None) -> tuple[int, i
             f"({grid or 'no convolution makes any'}) and a few tokens before them"
         )
     return grid
+
+
+MEANINGS = {
+    "distance": "mean distance in patches from a patch to those that it looks at, by attention",
+    "distance if even": "that distance if a patch looked at all patches alike",
+    "distance first": "distance of the blocks that run first",
+    "distance last": "distance of the blocks that run last",
+    "distance change": "the last minus the first",
+    "even": "entropy of attention over tokens, as a share of the largest: 1 is alike to all",
+    "even first": "evenness of the blocks that run first",
+    "even last": "evenness of the blocks that run last",
+    "even change": "the last minus the first",
+}
+
+
+def answer(measured: Measurement) -> str:
+    """The answer in a sentence: distance and evenness at the first and at the last position."""
+    facts = measured.facts
+    return (
+        f"The block that runs first looks {with_interval(facts, 'distance_first', '.2f')} patches "
+        f"far and the one that runs last {with_interval(facts, 'distance_last', '.2f')} "
+        f"({facts['distance_if_even']:.2f} would be alike to all patches); evenness goes from "
+        f"{100 * facts['even_first']:.0f} to {100 * facts['even_last']:.0f} % of the largest."
+    )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

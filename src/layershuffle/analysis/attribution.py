@@ -30,7 +30,7 @@ from layershuffle.analysis.position_table import (
     read_map,
     weighted_means,
 )
-from layershuffle.analysis.results import Measurement, Tables
+from layershuffle.analysis.results import Measurement, Tables, with_interval
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running, tap
@@ -187,6 +187,32 @@ def measure(subject: Subject) -> Measurement:
     }
     table = position_table(means.columns("contribution", clusters), drawn=drawn)
     return Measurement(tables={"attribution": table}, facts=facts)
+
+
+MEANINGS = {
+    "contribution": "what a block adds to the logit of the right class, minus the mean of classes",
+    "logit": "the logit of the right class, minus the mean over classes",
+    "stem": "the part of the logit that is there before the first block",
+    "ends": "the part of the blocks that keep their place",
+    "constant": "the part of the biases behind the blocks",
+    "blocks": "the part of all drawn blocks together",
+    "excess at home": "what a block adds at its own place, minus what it adds elsewhere",
+}
+
+
+def answer(measured: Measurement) -> str:
+    """The answer in a sentence: the sum of the blocks, the largest of them, and what home adds."""
+    facts = measured.facts
+    table = measured.tables["attribution"]
+    of_block = table.groupby("block").contribution.mean()
+    of_position = table.groupby("position").contribution.mean()
+    return (
+        f"Together the blocks add {with_interval(facts, 'blocks', '.1f')} of the logit of "
+        f"{facts['logit']:.1f}; block {of_block.idxmax()} adds most ({of_block.max():.1f}), "
+        f"and what runs at position {of_position.idxmax()} adds most ({of_position.max():.1f}); "
+        "at its own place a block adds "
+        f"{with_interval(facts, 'excess_at_home', '+.2f')} to what it adds elsewhere."
+    )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

@@ -23,7 +23,7 @@ from layershuffle.analysis.position_table import (
     read_map,
     weighted_means,
 )
-from layershuffle.analysis.results import Measurement, Tables
+from layershuffle.analysis.results import Measurement, Tables, with_interval
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.core.checks.trials import forget
 from layershuffle.core.forwards import block_runs, run_many
@@ -112,6 +112,32 @@ def _scores(
         right = in_float64(answers.argmax(1) == labels)
         scores[index] = (loss, right)
     return scores
+
+
+MEANINGS = {
+    "cross entropy": "rise of the cross-entropy (nats) without the block at that position",
+    "top1": "change of top-1 (points) without the block at that position",
+    "block runs": "runs of single blocks that were computed",
+    "whole cross entropy": "cross-entropy of the whole orders",
+    "whole top1": "top-1 of the whole orders, in percent",
+    "mean cross entropy": "mean rise of the cross-entropy without one block",
+    "mean top1": "mean change of top-1 without one block, in points",
+    "excess at home": "rise without a block at its own place, minus that elsewhere",
+}
+
+
+def answer(measured: Measurement) -> str:
+    """The answer in a sentence: the block and the position without which the loss rises most."""
+    facts = measured.facts
+    table = measured.tables["leave-one-out"]
+    of_block = table.groupby("block").cross_entropy.mean()
+    of_position = table.groupby("position").cross_entropy.mean()
+    return (
+        f"Block {of_block.idxmax()} is missed most (the loss rises by {of_block.max():.3f}), and "
+        f"position {of_position.idxmax()} ({of_position.max():.3f}); without any one block it "
+        f"changes by {with_interval(facts, 'mean_cross_entropy', '+.3f')}, and top-1 by "
+        f"{with_interval(facts, 'mean_top1', '+.1f')} points from {facts['whole_top1']:.1f} %."
+    )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

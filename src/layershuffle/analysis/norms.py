@@ -29,7 +29,7 @@ from layershuffle.analysis.position_table import (
     position_table,
     read_map,
 )
-from layershuffle.analysis.results import Measurement, Tables
+from layershuffle.analysis.results import Measurement, Tables, with_interval
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
 from layershuffle.core.stack import blocks_of
@@ -37,6 +37,8 @@ from layershuffle.ground.machine import in_float64
 
 # Names of the attention module in the model libraries; other children keep their names.
 _NAMES = {"attn": "attention", "self_attn": "attention", "self_attention": "attention"}
+
+_SWITCHED_OFF = 2.0  # a block that adds half as much away from home counts as switched off
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,29 @@ def measure(subject: Subject) -> Measurement:
         }
     facts = {**subject.counts, "branches": branches}
     return Measurement(tables={"norms": pd.concat(tables, ignore_index=True)}, facts=facts)
+
+
+MEANINGS = {
+    "branch": "what adds to the stream: the block's attention or its MLP",
+    "norm": "L2 norm of what the branch adds to a token, mean over tokens and images",
+    "ratio": "that norm as a share of the norm of the token to which it is added",
+    "home factor": "the ratio at a block's own place, as a multiple of that elsewhere",
+}
+
+
+def answer(measured: Measurement) -> str:
+    """The answer in a sentence: how much more a block adds where it is at home."""
+    parts = []
+    verdict = "No"
+    for name, facts in measured.facts["branches"].items():
+        factor = with_interval(facts, "home_factor", ".2f")
+        parts.append(f"{name} adds {factor} times as much at a block's own place as elsewhere")
+        bounds = facts["intervals"]["home_factor"]
+        if facts["home_factor"] >= _SWITCHED_OFF:
+            verdict = "Yes"
+        elif bounds and bounds["low"] > 1 and verdict == "No":
+            verdict = "Hardly"
+    return f"{verdict}: {', and '.join(parts)}."
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

@@ -34,7 +34,7 @@ from layershuffle.analysis.position_table import (
     read_map,
     refuse_gaps,
 )
-from layershuffle.analysis.results import Measurement, Tables
+from layershuffle.analysis.results import Measurement, Tables, with_interval
 from layershuffle.analysis.subject import Batch, Subject
 from layershuffle.core.position import Guesses, PositionedModel
 from layershuffle.ground.stats import independent_images, wilson_interval
@@ -164,6 +164,26 @@ def _score(
             # Only models with a prediction part have this source.
             part = means.setdefault(_PART, PositionMeans(subject.drawn))
             part.add(block, position, values=right, first=batch.first)
+
+
+MEANINGS = {
+    "source": "what reads the position, and from what",
+    "accuracy": "share of images whose position is read right, in percent",
+    "chance": "that share by guessing",
+}
+
+
+def answer(measured: Measurement) -> str:
+    """The answer in a sentence: the accuracy of every reader beside chance."""
+    facts = measured.facts
+    parts = []
+    better = False
+    for source, numbers in facts["sources"].items():
+        parts.append(f"{source}: {with_interval(numbers, 'accuracy', '.0f')} %")
+        bounds = numbers["intervals"]["accuracy"]
+        better = better or bool(bounds and bounds["low"] > facts["chance"])
+    verdict = "Yes, better than by guessing" if better else "Not that these images show"
+    return f"{verdict} ({facts['chance']:.0f} % right): {'; '.join(parts)}."
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

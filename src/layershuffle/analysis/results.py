@@ -26,6 +26,18 @@ class Measurement:
     facts: Facts
 
 
+def with_interval(facts: Facts, name: str, form: str, *, scale: float = 1.0) -> str:
+    """The number `name` of `facts` times `scale` in a format such as ".2f", with its interval where
+    it has one: "0.16 (0.15 to 0.17)"."""
+    text = format(scale * facts[name], form)
+    bounds = facts.get("intervals", {}).get(name)
+    if not bounds:
+        return text
+    low = format(scale * bounds["low"], form)
+    high = format(scale * bounds["high"], form)
+    return f"{text} ({low} to {high})"
+
+
 def numbers_of(facts: Facts, *, prefix: str = "") -> Iterator[dict[str, Any]]:
     """A row per number: name, value, and the bounds low and high; NaN for what is undefined."""
     undefined = {"low": math.nan, "high": math.nan}

@@ -30,7 +30,7 @@ from pandas import DataFrame
 
 from layershuffle.analysis.features import FeatureWatch, Token
 from layershuffle.analysis.position_table import interval
-from layershuffle.analysis.results import Facts, Measurement, Tables
+from layershuffle.analysis.results import Facts, Measurement, Tables, with_interval
 from layershuffle.analysis.subject import Subject
 from layershuffle.core.policies import Shuffled
 from layershuffle.core.position import has_class_token
@@ -195,6 +195,40 @@ def _token_facts(blocks: DataFrame) -> Facts:
         "intervals": {"purity": interval(numbers["purity"], half, limits=(0.0, 1.0))},
         "detached_blocks": int(detached.sum()),
     }
+
+
+MEANINGS = {
+    "token": "whose output: the class token, or the mean over all tokens",
+    "block": "the block; among the numbers, the one of the large figure",
+    "blocks": "number of blocks that are drawn",
+    "shown": "1 for the block of the large figure",
+    "x": "place of a point in the figure",
+    "y": "place of a point in the figure",
+    "purity": "share of a point's neighbours that ran within one position of it",
+    "chance": "that share among all other points",
+    "early gap": "step behind the first positions, as a multiple of a usual step",
+    "early held": "share of neighbours of points before that step that are before it, too",
+    "detached blocks": "blocks whose early outputs stand apart by these two numbers",
+}
+
+
+def answer(measured: Measurement) -> str:
+    """The answer in a sentence: the share of near neighbours beside chance, for each token."""
+    facts = measured.facts
+    parts = []
+    better = False
+    for token, numbers in facts["tokens"].items():
+        share = with_interval(numbers, "purity", ".0f", scale=100.0)
+        label = "the class token" if token == "class" else "the mean of the tokens"
+        parts.append(f"{share} % by {label}")
+        bounds = numbers["intervals"]["purity"]
+        better = better or bool(bounds and bounds["low"] > numbers["chance"])
+    chance = 100 * next(iter(facts["tokens"].values()))["chance"]
+    verdict = "Yes" if better else "Not that these images show"
+    return (
+        f"{verdict}: of the neighbours of a point of block {facts['block']}, {' and '.join(parts)} "
+        f"ran within one position of it, by chance {chance:.0f} %."
+    )
 
 
 def figures(tables: Tables) -> dict[str, Figure]:

@@ -10,7 +10,7 @@ from typing import Annotated
 from layershuffle.analysis import ANALYSES, AnalysisSettings, run_analysis
 from layershuffle.cli.command import ComputingCommand, Inline
 from layershuffle.cli.words import ANALYSIS, MODEL
-from layershuffle.ground.errors import LayerShuffleError, of_the_machine
+from layershuffle.ground.errors import LayerShuffleError, UsageError, of_the_machine
 from layershuffle.ground.extras import require
 from layershuffle.ground.text import table
 
@@ -38,6 +38,13 @@ class AnalyzeCommand(ComputingCommand):
         than the kind of the model is among them.
         """
         require("study")
+        defaults = AnalysisSettings()
+        for option in ("block", "neighbours"):
+            changed = getattr(self.settings, option) != getattr(defaults, option)
+            if changed and self.name not in ("umap", "all"):
+                raise UsageError(
+                    f"--{option} belongs to umap, not to {self.name}", hint="leave it out"
+                )
         if self.name != "all":
             self._answer(self.name, self.out)
             return 0
@@ -81,4 +88,5 @@ class AnalyzeCommand(ComputingCommand):
                 progress=progress,
             )
         head, *rows = csv.reader((out / "numbers.csv").read_text(encoding="utf-8").splitlines())
-        print(f"{summary['title']}\n{table(head, rows)}\nAll of it: {out / 'index.html'}\n")
+        print(f"{summary['title']}\n{summary['answer']}\n{table(head, rows)}")
+        print(f"All of it: {out / 'index.html'}\n")
