@@ -39,6 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "orders": "arms: [{method: baseline}]\nnum_orders: 3\n",
         "drop": "arms: [{method: layershuffle, block_drop: 0.2}]\nname: n\nmodel: m\ndata: d\n",
         "lr": "lr: -1\n",
+        "dropped": "drop: 0.1\n",
     }
     for name, text in recipes.items():
         (path / f"{name}.yaml").write_text(text)
@@ -63,6 +64,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"{EVAL} --modes shuffled",
             "'shuffled' is not an evaluation mode: did you mean 'arbitrary'?",
         ),
+        (
+            f"{FIT} --augment yes --out x",
+            "The command takes no further word, and got: yes. Next: f",
+        ),
+        (
+            f"{FIT} --opt adamm --out x",
+            "timm has no optimiser 'adamm'. Where: --opt. Next: did you",
+        ),
+        (f"{FIT} --freeze block.0 --out x", "The model has no part 'block.0' to freeze"),
+        (f"{FIT} --device gpu --out x", "There is no device 'gpu'"),
+        (f"analyze norms {MODEL} --data {DATA} --out x --block 3", "--block belongs to umap"),
+        (f"ensemble {MODEL} --data {DATA}", "An ensemble has at least two models"),
+        (f"compare {MODEL} nowhere", "'nowhere' is neither a path that exists nor a model spec"),
+        (f"compare {MODEL} bundled:digits --data {DATA}", "The models have 4 and 12 blocks"),
+        ("predict model bundled:digitpair.png", "This package has no 'digitpair.png'"),
+        ("merge a b --random 0", 'Invalid value "0" for --random. Must be >= 1.'),
+        ("demo --port 99999", 'Invalid value "99999" for --port. Must be <= 65535.'),
+        ("swarm up --port 99999", "port: Input should be less than or equal to 65535"),
         ("eval bundled:digits", "--data is missing"),
         ("swarm drain", "HOST is missing"),
         ("merge", "MODEL is missing"),
@@ -74,7 +93,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"{FIT} --lrr 1 --out x", "Unknown option: --lrr. Did you mean --lr?"),
         (f"{FIT} --ou x", "Unknown option: --ou. Did you mean --out?"),  # not: --out is missing
         (f"{FIT} --recipe", 'Command "fit" parameter --recipe requires an argument'),
-        (f"{FIT} --out x more", "Unused Tokens: ['more']"),
+        (f"{FIT} --out x more", "The command takes no further word, and got: more"),
         (f"{EVAL} --threads x", 'Invalid value for --threads: unable to convert "x" into int'),
         ("predict M --image", 'Command "predict" parameter --image requires at least 1 element'),
         # values
@@ -123,6 +142,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # recipes, plans and studies
         ("fit --recipe none.yaml --out x", "There is no recipe of this name"),
         ("fit --recipe stepz.yaml --out x", "'stepz' is not a setting, did you mean 'steps'?"),
+        (
+            "fit --recipe dropped.yaml --out x",
+            "'drop' is not a setting. Where: dropped.yaml. Next: he",
+        ),
         ("fit --recipe modle.yaml --out x", "'modle' is not a setting, did you mean 'model'?"),
         ("fit --recipe lr.yaml --out x", "lr: Input should be greater than 0. Where: lr.yaml"),
         ("reproduce modle.yaml", "'modle' is not a setting, did you mean 'model'?"),

@@ -103,6 +103,7 @@ MEANINGS = {
     "--shuffle": "--method layershuffle",
     "--img-size": "--model 'timm:NAME?img_size=96'",
     "--num-classes": "--data, whose classes the model gets",
+    "--seeds": "a line seeds: [0, 1, 2] in the recipe",
     "--resume": "the same command again, which continues a run",
 }
 
@@ -219,10 +220,15 @@ def parse(words: Sequence[str]) -> Command | None:
     except SystemExit:  # of rich, where the reader of the help has gone
         raise BrokenPipeError from None
     except SettingsError as error:
+        cause = error.cause
+        hint = error.hint or next_command
+        for name in re.findall(r"'(\w+)' is not a setting", cause):
+            meant = MEANINGS.get(f"--{name.replace('_', '-')}")
+            if meant is not None:
+                cause = cause.partition(", did you mean")[0]
+                hint = f"here it is {meant} ({next_command})"
         # Not chained: the first error has the same text without the next command.
-        raise SettingsError(
-            error.cause, place=error.place, hint=error.hint or next_command
-        ) from None
+        raise SettingsError(cause, place=error.place, hint=hint) from None
     except CycloptsError as error:
         # Without all commands, which `next_command` lists with what they do.
         cause, _, _ = _cause(error).partition(" Available commands: ")
@@ -230,6 +236,11 @@ def parse(words: Sequence[str]) -> Command | None:
         if "Unknown option" in cause and meant:
             cause = cause.partition(" Did you mean ")[0]
             raise UsageError(cause, hint=f"here it is {meant[0]} ({next_command})") from None
+        if cause.startswith("Unused Tokens"):
+            # cyclopts shows them as a list of Python.
+            unused = " ".join(re.findall(r"'([^']*)'", cause))
+            cause = f"The command takes no further word, and got: {unused}"
+            next_command = f"flags such as --augment need no word, others one each; {next_command}"
         raise UsageError(cause, hint=next_command) from None
 
 

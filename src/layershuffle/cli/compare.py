@@ -15,6 +15,7 @@ from layershuffle.ground.errors import UsageError
 from layershuffle.ground.files import user_path
 from layershuffle.ground.settings import read_recipe
 from layershuffle.ground.text import counted, table
+from layershuffle.models.spec import parse_spec
 from layershuffle.scoring.settings import EvalSettings
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class CompareCommand(ComputingCommand, Reporting):
 
     def run(self) -> int:
         """Score both, then print a table of settings, one of scores, and a sentence."""
+        for spec in (self.first, self.second):
+            parse_spec(spec)  # a misspelt path is none without a record
         ours = settings_of(self.first)
         theirs = settings_of(self.second)
         data = self.data or ours.get("data")
@@ -63,6 +66,12 @@ class CompareCommand(ComputingCommand, Reporting):
                     )
                 )
         first, second = evaluations
+        if first.depth != second.depth:
+            raise UsageError(
+                f"The models have {first.depth} and {second.depth} blocks, so they have no orders "
+                "in common",
+                hint="score each: layershuffle eval",
+            )
         split = first.data.splits["test"]
         scores = paired_scores(first.scores, second.scores, split=split)
         differing = different(ours, theirs)

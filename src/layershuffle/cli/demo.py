@@ -8,6 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
 from layershuffle.cli.command import Command
 from layershuffle.cli.words import MODEL
 from layershuffle.ground.errors import UsageError
@@ -34,7 +37,7 @@ class PageCommand(Command):
     """Images whose test split gives the pictures: folder:DIR, hf:NAME_OR_DIR or torchvision:NAME
     (default: none; draw or open one)."""
 
-    port: int = 8000
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000
     """Port of the page; 0 takes a free one."""
     browser: bool = True
     """Open the page in a browser."""

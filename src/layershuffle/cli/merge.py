@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from layershuffle.cli.command import ComputingCommand, Inline, Models, Reporting
+from layershuffle.cli.command import AtLeastOne, ComputingCommand, Inline, Models, Reporting
 from layershuffle.cli.eval import score_report, score_table
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.text import counted
@@ -37,7 +37,7 @@ class MergeCommand(ComputingCommand, Reporting):
     every score."""
     overwrite: bool = False
     """Replace an older model at --out, or with --random a file. Donors are never replaced."""
-    merges: Annotated[int | None, Parameter(name="--random")] = None
+    merges: Annotated[AtLeastOne | None, Parameter(name="--random")] = None
     """Draw this many merges, no two alike, and score them (the paper: 100)."""
     data: str | None = None
     """--random, which needs it: images to score; their test split is read (and held-out images for
@@ -173,6 +173,10 @@ class EnsembleCommand(ComputingCommand, Reporting):
         from layershuffle.merging.scoring import score_ensemble
 
         models = list(self.models)
+        if len(models) < 2:
+            raise UsageError(
+                "An ensemble has at least two models", hint="layershuffle eval scores a single one"
+            )
         with self.computing("ensemble") as progress:
             scores, scored_data = score_ensemble(
                 models,

@@ -46,11 +46,21 @@ def recipe_file(path: Path) -> Path:
 
 
 def packaged_file(path: Path) -> Path:
-    """What is at `path`, which may be "bundled:NAME": a packaged picture, or a packaged model."""
-    name = str(path)
-    if name.startswith(_SCHEME):
-        return asset(name.removeprefix(_SCHEME))
-    return path
+    """What is at `path`, which may be "bundled:NAME": a packaged picture, or a packaged model.
+
+    Raises `UsageError` if the package has nothing of that name.
+    """
+    scheme, _, name = str(path).partition(_SCHEME)
+    if scheme or not name:
+        return path
+    if not asset(name).exists():
+        names = sorted(place.name for place in asset().iterdir())
+        raise UsageError(
+            f"This package has no {name!r}",
+            place=path,
+            hint=did_you_mean(name, names, otherwise="bundled:digit-pair.png is a picture"),
+        )
+    return asset(name)
 
 
 def recipe_of_model(place: Path) -> dict[str, Any] | None:

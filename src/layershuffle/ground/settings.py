@@ -45,6 +45,7 @@ def _pair_of_flag(value: Any) -> Any:
 Positive = Annotated[int, Field(ge=1)]
 Above = Annotated[float, Field(gt=0)]
 NotBelow = Annotated[float, Field(ge=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 BlockId = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -162,6 +163,9 @@ def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
         message = raised.cause if raised.hint is None else f"{raised.cause}: {raised.hint}"
     else:
         message = str(error["msg"]).removeprefix("Value error, ").replace("valid tuple", "list")
+        message = message.replace("Tuple should", "The list should").replace(
+            " after validation", ""
+        )
     return f"{name}: {message}" if name else message
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.files import user_path
-from layershuffle.ground.text import shortened
+from layershuffle.ground.text import nearest, shortened
 from layershuffle.images.view import ImageView, Resize
 from layershuffle.models.files import (
     CONFIG,
@@ -70,6 +70,7 @@ _CFG_KEYS = (
 
 
 _CROP_MODES = {"center": "crop", "squash": "squash"}  # timm's name: ours
+_OWN = ("pretrained", "checkpoint")  # settings that say where the weights are
 _NO_LOADER = {"custom_load": False}  # of a pretrained_cfg: timm reads the file that it is told
 
 
@@ -92,11 +93,21 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
         )
     if refused := sorted(_RESERVED & settings.keys() - {"pretrained"}):
         raise UsageError(f"{refused[0]!r} is not an argument of a model", hint="leave it out")
+    for key in settings:
+        # timm passes what it does not know to the model, after it has fetched the weights.
+        meant = nearest(key, _OWN)
+        if key not in _OWN and meant is not None:
+            raise UsageError(
+                f"{key!r} is not an argument of a model", hint=f"did you mean {meant!r}?"
+            )
     args = dict(settings)
     checkpoint = args.pop("checkpoint", None)
     pretrained = args.pop("pretrained", checkpoint is None)
     if not isinstance(pretrained, bool):
-        raise UsageError(f"pretrained must be true or false, got {pretrained!r}")
+        raise UsageError(
+            f"pretrained must be true or false, got {pretrained!r}",
+            hint=f"timm:{name}?pretrained=false has random weights",
+        )
     view = {key: args.pop(key) for key in _VIEW_SETTINGS & args.keys()}
     for key in ("mean", "std"):
         if isinstance(view.get(key), int | float):  # of a single channel

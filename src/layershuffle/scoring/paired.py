@@ -43,9 +43,9 @@ def paired_scores(
     for one, other in zip(first, second, strict=True):
         if one.batch_orders != other.batch_orders or one.order != other.order:
             raise UsageError(
-                f"The models do not run in the same orders in the mode {one.label}: they have "
-                "other numbers of blocks, or other blocks that keep their place",
-                hint="give --fixed 0,0, or compare other models",
+                f"The models do not run in the same orders in the mode {one.label}: other blocks "
+                "keep their place",
+                hint="give --fixed 0,0",
             )
         if one.images != other.images:
             raise UsageError(

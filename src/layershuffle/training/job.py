@@ -228,6 +228,13 @@ def _with_drop_path(settings: FitSettings) -> str:
             place="--drop-path",
             hint="give a model timm:NAME, or --block-drop, which leaves whole blocks out",
         )
+    if "drop_path_rate=" in settings.model:
+        raise UsageError(
+            f"The rate of stochastic depth is there twice: --drop-path {settings.drop_path}, and "
+            "drop_path_rate in the model",
+            place=settings.model,
+            hint="leave one of them out",
+        )
     separator = "&" if "?" in settings.model else "?"
     return f"{settings.model}{separator}drop_path_rate={settings.drop_path}"
 

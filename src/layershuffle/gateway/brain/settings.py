@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from layershuffle.ground.settings import Above, Positive, Settings
+from layershuffle.ground.settings import Above, Port, Positive, Settings
 
 Wire = Literal["fp32", "fp16", "int8"]
 DEFAULT_MODEL = "bundled:digits-onnx"
@@ -36,9 +36,9 @@ class SwarmSettings(Settings):
     listen: str = "127.0.0.1"
     """Address on which the server listens; addresses that other machines can reach need --keys.
     Without --https-certificate nothing is encrypted on the way there."""
-    port: int = 8000
+    port: Port = 8000
     """Port of the server; 0 takes a free one."""
-    hosts_port: int | None = None
+    hosts_port: Port | None = None
     """A port for hosts alone, so that clients never hold the places of hosts that dial in (default:
     hosts dial in at --port, where tabs do in any case); 0 takes a free one."""
     https_certificate: Path | None = None
@@ -55,7 +55,7 @@ class SwarmSettings(Settings):
     """Directory of the operator's key (default: ~/.local/state/layershuffle/swarm)."""
     page: bool = True
     """Show the page at the server's address."""
-    min_accuracy: float | None = None
+    min_accuracy: Annotated[float, Field(ge=0, le=100)] | None = None
     """Say at /readyz that the swarm is not ready while its answers are expected to be less accurate
     than this, in percent."""
     trusted_proxy: tuple[str, ...] = ()

@@ -112,7 +112,9 @@ def read_secret(path: Path, *, what: str, hint: str) -> str:
     try:
         content = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError as error:
-        raise UsageError(f"The swarm's {what} does not exist", place=path, hint=hint) from error
+        raise UsageError(
+            f"There is no file of the swarm's {what}", place=path, hint=hint
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(
