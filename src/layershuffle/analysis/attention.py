@@ -204,9 +204,10 @@ MEANINGS = {
 def answer(measured: Measurement) -> str:
     """The answer in a sentence: distance and evenness at the first and at the last position."""
     facts = measured.facts
+    first = with_interval(facts, "distance_first", form=".2f")
+    last = with_interval(facts, "distance_last", form=".2f")
     return (
-        f"The block that runs first looks {with_interval(facts, 'distance_first', '.2f')} patches "
-        f"far and the one that runs last {with_interval(facts, 'distance_last', '.2f')} "
+        f"The block that runs first looks {first} patches far and the one that runs last {last} "
         f"({facts['distance_if_even']:.2f} would be alike to all patches); evenness goes from "
         f"{100 * facts['even_first']:.0f} to {100 * facts['even_last']:.0f} % of the largest."
     )

@@ -207,11 +207,11 @@ def answer(measured: Measurement) -> str:
     of_block = table.groupby("block").contribution.mean()
     of_position = table.groupby("position").contribution.mean()
     return (
-        f"Together the blocks add {with_interval(facts, 'blocks', '.1f')} of the logit of "
+        f"Together the blocks add {with_interval(facts, 'blocks', form='.1f')} of the logit of "
         f"{facts['logit']:.1f}; block {of_block.idxmax()} adds most ({of_block.max():.1f}), "
         f"and what runs at position {of_position.idxmax()} adds most ({of_position.max():.1f}); "
         "at its own place a block adds "
-        f"{with_interval(facts, 'excess_at_home', '+.2f')} to what it adds elsewhere."
+        f"{with_interval(facts, 'excess_at_home', form='+.2f')} to what it adds elsewhere."
     )
 
 

@@ -135,8 +135,8 @@ def answer(measured: Measurement) -> str:
     return (
         f"Block {of_block.idxmax()} is missed most (the loss rises by {of_block.max():.3f}), and "
         f"position {of_position.idxmax()} ({of_position.max():.3f}); without any one block it "
-        f"changes by {with_interval(facts, 'mean_cross_entropy', '+.3f')}, and top-1 by "
-        f"{with_interval(facts, 'mean_top1', '+.1f')} points from {facts['whole_top1']:.1f} %."
+        f"changes by {with_interval(facts, 'mean_cross_entropy', form='+.3f')}, and top-1 by "
+        f"{with_interval(facts, 'mean_top1', form='+.1f')} points from {facts['whole_top1']:.1f} %."
     )
 
 

@@ -196,7 +196,7 @@ def answer(measured: Measurement) -> str:
     parts = []
     verdict = "No"
     for name, facts in measured.facts["branches"].items():
-        factor = with_interval(facts, "home_factor", ".2f")
+        factor = with_interval(facts, "home_factor", form=".2f")
         parts.append(f"{name} adds {factor} times as much at a block's own place as elsewhere")
         bounds = facts["intervals"]["home_factor"]
         if facts["home_factor"] >= _SWITCHED_OFF:

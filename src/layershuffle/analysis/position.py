@@ -179,7 +179,7 @@ def answer(measured: Measurement) -> str:
     parts = []
     better = False
     for source, numbers in facts["sources"].items():
-        parts.append(f"{source}: {with_interval(numbers, 'accuracy', '.0f')} %")
+        parts.append(f"{source}: {with_interval(numbers, 'accuracy', form='.0f')} %")
         bounds = numbers["intervals"]["accuracy"]
         better = better or bool(bounds and bounds["low"] > facts["chance"])
     verdict = "Yes, better than by guessing" if better else "Not that these images show"

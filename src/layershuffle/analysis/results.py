@@ -26,7 +26,7 @@ class Measurement:
     facts: Facts
 
 
-def with_interval(facts: Facts, name: str, form: str, *, scale: float = 1.0) -> str:
+def with_interval(facts: Facts, name: str, *, form: str, scale: float = 1.0) -> str:
     """The number `name` of `facts` times `scale` in a format such as ".2f", with its interval where
     it has one: "0.16 (0.15 to 0.17)"."""
     text = format(scale * facts[name], form)

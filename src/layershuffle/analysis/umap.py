@@ -218,7 +218,7 @@ def answer(measured: Measurement) -> str:
     parts = []
     better = False
     for token, numbers in facts["tokens"].items():
-        share = with_interval(numbers, "purity", ".0f", scale=100.0)
+        share = with_interval(numbers, "purity", form=".0f", scale=100.0)
         label = "the class token" if token == "class" else "the mean of the tokens"
         parts.append(f"{share} % by {label}")
         bounds = numbers["intervals"]["purity"]

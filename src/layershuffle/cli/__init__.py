@@ -232,10 +232,11 @@ def parse(words: Sequence[str]) -> Command | None:
     except CycloptsError as error:
         # Without all commands, which `next_command` lists with what they do.
         cause, _, _ = _cause(error).partition(" Available commands: ")
-        meant = [MEANINGS[word] for word in re.findall(r"--[a-z0-9-]+", cause) if word in MEANINGS]
-        if "Unknown option" in cause and meant:
+        unknown = [word for word in re.findall(r"--[a-z0-9-]+", cause) if word in MEANINGS]
+        if "Unknown option" in cause and unknown:
             cause = cause.partition(" Did you mean ")[0]
-            raise UsageError(cause, hint=f"here it is {meant[0]} ({next_command})") from None
+            hint = f"here it is {MEANINGS[unknown[0]]} ({next_command})"
+            raise UsageError(cause, hint=hint) from None
         if cause.startswith("Unused Tokens"):
             # cyclopts shows them as a list of Python.
             unused = " ".join(re.findall(r"'([^']*)'", cause))

@@ -135,8 +135,8 @@ def _text(
     elif not differing:
         lines.append("All settings are the same.")
     else:
-        rows = [(name, _shown(one), _shown(other)) for name, (one, other) in differing.items()]
-        lines.append(table(("setting", "first", "second"), rows))
+        settings = [(name, _shown(one), _shown(other)) for name, (one, other) in differing.items()]
+        lines.append(table(("setting", "first", "second"), settings))
     rows = []
     for score in scores:
         rows.append(
