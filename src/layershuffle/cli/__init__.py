@@ -111,7 +111,7 @@ MEANINGS = {
 def _shown(default: Any) -> str | None:
     """A default in `--help`; "off" needs no words."""
     if isinstance(default, tuple):
-        return " ".join(default)
+        return " ".join(default) or None
     return None if default is None or default is False else str(default)
 
 
