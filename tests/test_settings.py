@@ -140,7 +140,7 @@ _ONE = {"arms": [{"method": "baseline"}]}
         ({"arms": [{"method": "baseline", "fit": {"lrr": 1}}]}, "did you mean 'lr'"),
         ({"arms": [{"metod": "baseline"}]}, "metod"),
         ({"arms": [], "evaluate": {"mode": "sequential"}}, "did you mean 'modes'"),
-        ({"arms": []}, "arms: Tuple should have at least 1 item"),
+        ({"arms": []}, "arms: The list should have at least 1 item"),
         ({"arms": [{"method": "baseline"}], "seeds": [1, 1]}, "baseline-seed1 twice"),
         ({"arms": [{"method": "baseline", "name": "../up"}]}, "name: String should match"),
         ({"arms": [{"method": "baseline"}], "evaluate": {"modes": "kept"}}, "not an evaluation"),
