@@ -37,6 +37,12 @@ HIDDEN = ("parallel", "compile", "activation_checkpointing")
 GROUPS = {"orders_per_batch": 4, "accumulate": 2, "method": "layershuffle-predict"}
 DROP = {"method": "layershuffle-predict", "block_drop": 0.6, "accumulate": 2, "max_parallel": 3}
 FAST = {"method": "layershuffle-position", "compile": True, "activation_checkpointing": True}
+TIMM = {
+    "method": "anyorder",
+    "layer_decay": 0.5,
+    "freeze": ["patch_embed", "blocks.0"],
+    "smoothing": 0.1,
+}
 ARMS = {
     "ddp": {},
     "groups": GROUPS,
@@ -54,6 +60,8 @@ ARMS = {
     # Without position parts, the backbone itself is what is wrapped.
     "anyorder": {"method": "anyorder"},
     "fsdp anyorder": {"parallel": "fsdp", "method": "anyorder"},
+    "timm": TIMM,
+    "fsdp timm": {"parallel": "fsdp", **TIMM},
 }
 # After which step: in the second epoch, and when some blocks have not run yet.
 STOPPED = {"ddp": 7, "fsdp drop": 2}
