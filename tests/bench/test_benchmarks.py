@@ -86,6 +86,27 @@ def test_the_demo_quotes_the_pipeline_as_it_was_measured():
     ]
 
 
+def test_availability_counts_by_the_minute_in_which_a_request_was_sent(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    site = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "availability.py")))
+    requests = [
+        site.Request(at=0.5, ended="answered", right=True, ms=10.0),
+        site.Request(at=59.9, ended="late", right=True, ms=2500.0),
+        site.Request(at=60.0, ended="degraded", right=False, ms=20.0),
+        site.Request(at=70.0, ended="failed", right=False, ms=30.0, why="nobody answers"),
+    ]
+    kills = [site.Kill(name="host-1", at=10.0), site.Kill(name="gateway 1", at=61.0, back=3.0)]
+    first, second, whole = site.lines_of(requests, kills, [(0.0, 2.0), (10.0, 4.0), (60.0, 9.0)])
+    shares = ("failed", "late", "in_part", "right")
+    assert [first[name] for name in shares] == ["0", "50", "0", "100"]
+    assert [second[name] for name in shares] == ["50", "0", "50", "0"]
+    assert [whole[name] for name in shares] == ["25", "25", "25", "50"]
+    assert [line["minute"] for line in (first, second, whole)] == ["1", "2", "all"]
+    assert [first["half_ms"], second["half_ms"], whole["requests"]] == ["10", "20", "4"]
+    assert [first["killed"], second["killed"]] == ["1 hosts", "0 hosts, gateway 1"]
+    assert [first["load"], whole["load"]] == ["3", "5"]
+
+
 # --- on a GPU machine -----------------------------------------------------------------------------
 
 ONCE = Effort(pairs=1, seconds=0.0, warm_up=1)
