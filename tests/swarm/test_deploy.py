@@ -29,6 +29,8 @@ from pictures import file_of
 from waiting import HANGS, until, wait_for
 
 DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
+HOSTS_PORT = 8001
+"""Where hosts dial in to gateways in containers, so that clients never hold their places."""
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -117,9 +119,12 @@ def test_compose_and_kubernetes_name_what_is_there() -> None:
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
     (container,) = pod_of(sets["layershuffle-host"])["containers"]
     assert [word for word in container["args"] if word.startswith("ws")] == [
-        f"ws://layershuffle-gateway-{number}.{gateways['serviceName']}:8000"
+        f"ws://layershuffle-gateway-{number}.{gateways['serviceName']}:{HOSTS_PORT}"
         for number in range(gateways["replicas"])
     ]
+    assert service["ports"] == [{"name": "hosts", "port": HOSTS_PORT, "targetPort": "hosts"}]
+    (gateway,) = pod_of(sets["layershuffle-gateway"])["containers"]
+    assert {"name": "hosts", "containerPort": HOSTS_PORT} in gateway["ports"]
     budget = next(
         d for d in kubernetes
         if d["kind"] == "PodDisruptionBudget" and d["metadata"]["name"] == "layershuffle-host"
@@ -127,6 +132,14 @@ def test_compose_and_kubernetes_name_what_is_there() -> None:
     assert budget["spec"]["maxUnavailable"] == "33%"
     (spread,) = pod_of(sets["layershuffle-host"])["topologySpreadConstraints"]
     assert spread["labelSelector"]["matchLabels"] == pods["layershuffle-host"]
+
+
+def test_hosts_dial_at_a_port_of_their_own_in_containers() -> None:
+    served = {f"--hosts-port={HOSTS_PORT}" in words for words in commands() if "--hosts=0" in words}
+    assert served == {True}
+    services = documents("compose.yaml")[0]["services"]
+    assert services["host"]["command"][0] == f"ws://gateway:{HOSTS_PORT}"
+    assert f"{HOSTS_PORT}:{HOSTS_PORT}" in services["gateway"]["ports"]
 
 
 def test_probes_ask_what_the_gateway_answers() -> None:
