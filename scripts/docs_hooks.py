@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import textwrap
@@ -25,6 +26,41 @@ _CSS_REQUEST = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)
 _FETCHED = ("src", "srcset", "poster", "data")
 # A <link> is fetched, except with these values of `rel`.
 _LINKS_UNFETCHED = {"canonical", "alternate", "author", "license", "next", "prev"}
+
+
+# What people search for, and the page that is about it.
+SEARCHES = {
+    "any order": "methods",
+    "fine-tune": "own-images",
+    "dropout of layers": "methods",
+    "early exit": "missing-blocks",
+    "stochastic depth": "methods",
+    "shuffled": "glossary",
+    "Hugging Face": "specs",
+    "Trainer": "own-loop",
+    "Lightning": "own-loop",
+    "timm": "own-loop",
+    "mixup": "own-loop",
+    "install": "getting-started",
+    "Windows": "stability",
+    "GPU": "distributed",
+    "resume": "own-images",
+    "checkpoint": "commands",
+    "learning rate": "troubleshooting",
+    "out of memory": "troubleshooting",
+    "ONNX": "onnx",
+    "export": "onnx",
+    "int8": "onnx",
+    "browser": "phone",
+    "Raspberry Pi": "pis",
+    "Home Assistant": "cameras",
+    "Kubernetes": "deploy",
+    "merge": "merging",
+    "soup": "merging",
+    "ensemble": "merging",
+    "truncate": "python",
+    "cite": "index",
+}
 
 
 @cache
@@ -92,8 +128,15 @@ def options_of(command: str) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Raises `PluginError` for a site that would send requests to other origins."""
+    """Raises `PluginError` for a site that would send requests to other origins.
+
+    And for one whose search does not find a page for each of `SEARCHES`.
+    """
     site = Path(config.site_dir)
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    lost = not_found(index["docs"])
+    if lost:
+        raise PluginError(f"A search finds nothing on the page that is about it: {lost}")
     foreign = {}
     for path in sorted(site.rglob("*")):
         if path.suffix in (".html", ".css"):
@@ -103,6 +146,22 @@ def on_post_build(config: MkDocsConfig) -> None:
                 foreign[path.relative_to(site).as_posix()] = requests
     if foreign:
         raise PluginError(f"The site would send requests to other origins: {foreign}")
+
+
+def not_found(sections: list[dict[str, str]]) -> dict[str, str]:
+    """Of `SEARCHES` those that no section of their page holds, in title or text.
+
+    `sections` are those of the index of the site: `location`, `title` and `text` of each.
+    """
+    texts: dict[str, str] = {}
+    for section in sections:
+        page = section["location"].partition("#")[0].removesuffix(".html") or "index"
+        # Terms are found within one section alone.
+        words = " ".join(f"{section['title']} {section['text']}".lower().split())
+        texts[page] = f"{texts.get(page, '')}\n{words}"
+    return {
+        words: page for words, page in SEARCHES.items() if words.lower() not in texts.get(page, "")
+    }
 
 
 def inside(markdown: str, *, page: Path, docs: Path) -> str:

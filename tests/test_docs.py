@@ -19,7 +19,7 @@ import tables
 import timm
 import torch
 import yaml
-from docs_hooks import foreign_requests, inside, with_options
+from docs_hooks import SEARCHES, foreign_requests, inside, not_found, with_options
 from PIL import ExifTags, Image
 
 import layershuffle as ls
@@ -393,6 +393,19 @@ def test_style_sheets_and_drawings_are_searched_too():
         "https://a.example/x"
     ]
     assert foreign_requests('<pre class="mermaid">graph</pre>') == ["mermaid"]
+
+
+def test_a_search_that_finds_nothing_is_seen():
+    """The page that is about it has to have it, within one section."""
+    sections = []
+    for words, page in SEARCHES.items():
+        sections.append({"location": f"{page}.html#x", "title": "", "text": f"<p>{words}.\n</p>"})
+    assert not_found(sections) == {}
+    (exit_,) = [section for section in sections if "early exit" in section["text"]]
+    exit_["text"] = "An early<br>exit"
+    assert not_found(sections) == {"early exit": "missing-blocks"}
+    exit_["text"] = "An EARLY\nexit"
+    assert not_found(sections) == {}
 
 
 def test_links_that_leave_the_pages_become_paths(repository):
