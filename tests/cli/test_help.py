@@ -190,6 +190,7 @@ def test_other_shells_get_a_script_too(shell, capsys):
 # --- the docs -------------------------------------------------------------------------------------
 
 OTHERS = {
+    "index.md": "--to --execute --inplace",  # of jupyter nbconvert
     "swarm.md": "--data-binary --ca --memory --name",  # of curl, and of layershuffle-host
     "distributed.md": "--max-restarts --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint "
     "--rdzv-id",  # of torchrun
