@@ -30,7 +30,7 @@ WORDS = {"half a second": "0.5", "five": "5", "one": "1"}
 
 # The page, its words with the number in brackets, and the number in the page's unit.
 NUMBERS = [
-    ("cameras", r"of the (five) most probable", Options().top),
+    ("cameras", r"of the (five) most probable", Options.model_validate({}).top),
     ("cameras", r"Default: ([\d.]+) \|", cameras.MIN_CONFIDENCE),
     ("commands", r"is scored on the \*holdout\*: (\d+) %",
      FitSettings.model_fields["holdout"].default * 100),

@@ -50,7 +50,7 @@ def add_cameras(app: FastAPI, gateway: Gateway) -> None:
         image = form.get("image", b"")
         if not image:
             raise UsageError("There is no image in the form", hint=_HINT)
-        answer = await gateway.classify(_with_body(plain, image), Options())
+        answer = await gateway.classify(_with_body(plain, image), Options.model_validate({}))
         gateway.counters.count_answer(answer)
         width, height = Image.open(io.BytesIO(without_metadata(image)), formats=FORMATS).size
         box = {"x_min": 0, "y_min": 0, "x_max": width, "y_max": height}
