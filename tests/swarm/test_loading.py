@@ -12,6 +12,7 @@ from virtual_site import VirtualHost, VirtualSite, virtual_gateway
 from clock import run_virtual
 from layershuffle.gateway.brain.assignment import BlockFile, HostCapacity, Loading, assign, overdue
 from layershuffle.gateway.brain.limits import Limits
+from layershuffle.gateway.brain.messages import Visited
 from waiting import until
 
 LIMITS = Limits(load_ms=5000, load_bytes_per_second=1e6)
@@ -89,6 +90,36 @@ def test_nobody_is_rid_of_its_failures_by_dialling_in_again() -> None:
                 host.close(1001, "bye")
                 await asyncio.sleep(1)
             assert given == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("end", ["leaves", "is shut out"])
+def test_a_host_that_is_away_has_loaded_nothing(end: str) -> None:
+    """Others keep their blocks where a quick host ends as soon as it has loaded the first ones.
+
+    It may come back for 0.3 seconds, but until then it serves none of them.
+    """
+
+    async def main() -> None:
+        async with virtual_gateway(LIMITS, copies=1) as site:
+            good = VirtualHost(site, "good")
+            await all_held(site, seconds=10)
+            for turn in range(4):
+                name = f"quick-{turn}"
+                quick = VirtualHost(site, name, speed=100.0)
+                while not site.router.swarm[name].blocks:
+                    await asyncio.sleep(0.001)
+                assert len(good.assigned) == DEPTH, "until then nobody else has loaded one"
+                if end == "leaves":
+                    quick.close(1001, "bye")
+                else:
+                    hop = Visited(name, 0, "wrong", 1.0, why="it answered wrongly")
+                    site.router.report(hop)
+                for _ in range(10):
+                    await asyncio.sleep(0.05)
+                    assert len(good.assigned) == DEPTH
+                    assert min(site.copies()) >= 1
 
     run_virtual(main())
 
