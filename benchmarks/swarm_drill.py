@@ -22,7 +22,7 @@ from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.gateway.brain.settings import DEFAULT_MODEL
-from layershuffle.gateway.calibration.calibration import Calibration, calibration_of
+from layershuffle.gateway.calibration.calibration import calibration_of
 from layershuffle.gateway.calibration.served import ServedModel, served_directory
 from layershuffle.gateway.client.client import AsyncSwarmClient
 from layershuffle.gateway.client.judging import COLUMNS, Ask, Reply, asking, cells, judged, sent
@@ -147,16 +147,14 @@ async def measure(scenarios: Sequence[ScenarioName], requests: int) -> list[Clai
             drill = Drill(coordinator=coordinator, injector=injector, ask=ask, requests=requests)
             for name in scenarios:
                 replies, whole = await drill.play(name)
-                rows.append(row_of(name, replies, whole, calibration=calibration))
+                rows.append(row_of(name, replies, whole))
     return rows
 
 
-def row_of(
-    name: ScenarioName, replies: Sequence[Reply], whole: float | None, *, calibration: Calibration
-) -> ClaimRow:
+def row_of(name: ScenarioName, replies: Sequence[Reply], whole: float | None) -> ClaimRow:
     """The requests of a scenario that were lost or late, and what became of the others."""
     lost = sum(reply.ended in ("failed", "late") for reply in replies)
-    shown = cells(replies, judged(replies, calibration))
+    shown = cells(replies, judged(replies))
     return ClaimRow(
         name=name,
         what="requests lost or late",

@@ -49,9 +49,15 @@ def write_tables() -> list[float]:
         for blocks, values in enumerate(measured, start=1)
     ]
     write_table("sureness.csv", ("blocks", "temperature", "raw_error", "error"), rows)
-    columns = ("confidence", "blocks", "top1")
-    stops = [[f"{stop[name]:.6g}" for name in columns] for stop in sure["stops"]]
-    write_table("sure-stops.csv", columns, stops)
+    rows = []
+    for stop in sure["stops"]:
+        whole = [row for row in stop["unsure"] if row["kept"] == len(sure["temperatures"])]
+        cells = [f"{stop[name]:.6g}" for name in ("confidence", "blocks", "top1")]
+        # A kind that hardly came up was not measured.
+        cells.append("" if stop["sure"] is None else f"{stop['sure']['top1']:.6g}")
+        cells.append(f"{whole[0]['top1']:.6g}" if whole else "")
+        rows.append(cells)
+    write_table("sure-stops.csv", ("confidence", "blocks", "top1", "sure", "unsure"), rows)
     return [float(temperature) for temperature in sure["temperatures"]]
 
 

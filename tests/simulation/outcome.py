@@ -55,8 +55,8 @@ def outcome_of(
     true = [reply.route for reply in answers if not reply.false]
     ended = [route for route in true if sure is None or route.ending != "sure"]
     right = _right(ended, top1)
-    if sure is not None:
-        right += sure.top1 * (len(true) - len(ended))
+    if sure is not None and sure.sure is not None:
+        right += sure.sure.top1 * (len(true) - len(ended))
     # A swarm fills up at first and empties at the end, so its rate is measured in the middle half;
     # n ends have n - 1 intervals between them.
     quarter = len(replies) // 4

@@ -22,7 +22,8 @@ from layershuffle.core.stack import blocks_of, depth_of
 from layershuffle.core.tensors import logits_of
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.state import Answer, HostState, Swarm
-from layershuffle.gateway.calibration.calibration import Calibration, CellAccuracy
+from layershuffle.gateway.brain.sureness import CellAccuracy
+from layershuffle.gateway.calibration.calibration import Calibration
 from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.hosts.router import Router
 from layershuffle.gateway.http.admission import Keys
@@ -112,7 +113,7 @@ def made_up(depth: int = DEPTH) -> Calibration:
         for k in range(1, depth + 1)
     )
     return Calibration(
-        schema=3, weights="w", data="digit-pairs", split="test", seed=0, orders=7, images=90,
+        schema=4, weights="w", data="digit-pairs", split="test", seed=0, orders=7, images=90,
         classes=tuple("abcde"), rows=rows,
     )  # fmt: skip
 

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from clock import loop_time, run_virtual
-from layershuffle.gateway.brain.policy import Cell
-from layershuffle.gateway.calibration.calibration import Calibration, CellAccuracy
+from layershuffle.gateway.calibration.calibration import Expected
 from layershuffle.gateway.client.client import SwarmError
 from layershuffle.gateway.client.judging import (
     ENDED,
@@ -28,21 +27,12 @@ from layershuffle.ground.errors import DataError
 from layershuffle.models import load
 from refusals import refuses
 
-ONE, TWO = Cell(1), Cell(2)
 
-
-def calibration(*tops):
-    """Top-1 by number of blocks, from 1 on, each known to within 2 points."""
-    rows = [
-        CellAccuracy(
-            kept=kept, top1=top, low=top - 2, high=top + 2, sd_orders=1.0, orders_low=top - 8,
-            orders_high=top + 8,
-        )
-        for kept, top in enumerate(tops, start=1)
-    ]  # fmt: skip
-    return Calibration(
-        schema=3, weights="0", data="d", split="test", seed=0, orders=2, images=100,
-        classes=("a", "b"), rows=tuple(rows),
+def expecting(top1):
+    """What an answer says to expect, known to within 2 points."""
+    return Expected(
+        kept=1, top1=top1, low=top1 - 2, high=top1 + 2, sd_orders=1.0, orders_low=top1 - 8,
+        orders_high=top1 + 8, data="d", split="test", orders=2, images=100,
     )  # fmt: skip
 
 
@@ -111,27 +101,29 @@ def test_images_of_other_classes_are_refused_and_few_are_enough(tmp_path):
 
 
 def test_the_interval_is_that_of_a_binomial_and_of_the_calibration():
-    got = judged([Reply("answered", i < 80, 1.0, ONE) for i in range(100)], calibration(75.0))
+    got = judged([Reply("answered", i < 80, 1.0, expecting(75.0)) for i in range(100)])
     half = math.hypot(2, 100 * NormalDist().inv_cdf(0.975) * math.sqrt(0.75 * 0.25 / 100))
     assert (got.top1, got.expected, got.answers) == (80.0, 75.0, 100)
     assert (got.low, got.high) == pytest.approx((75 - half, 75 + half), abs=1e-2)
     assert got.text == f"75.0 ({got.low:.1f} to {got.high:.1f})"
 
 
-def test_each_answer_counts_with_its_own_number_of_blocks():
-    replies = [Reply("answered", True, 1.0, TWO)] * 10 + [Reply("degraded", False, 1.0, ONE)] * 30
-    unknown = [Reply("failed", False, 1.0)] * 5 + [Reply("answered", True, 1.0, Cell(2, 1, 9))]
-    got = judged([*replies, *unknown], calibration(50.0, 90.0))
+def test_each_answer_counts_with_what_it_said_itself():
+    replies = [Reply("answered", True, 1.0, expecting(90.0))] * 10
+    replies += [Reply("degraded", False, 1.0, expecting(50.0))] * 30
+    unknown = [Reply("failed", False, 1.0)] * 5 + [Reply("answered", True, 1.0)]
+    got = judged([*replies, *unknown])
     assert (got.answers, got.top1, got.expected) == (40, 25.0, pytest.approx(60.0))
     assert got.text.endswith(", outside")
-    assert judged(unknown, calibration(50.0, 90.0)) is judged(replies, None) is None
+    assert judged(unknown) is None
 
 
 def test_the_cells_of_a_table():
-    replies = [Reply("answered", True, float(ms), TWO) for ms in range(1, 18)]
-    replies += [Reply("degraded", False, 50.0, ONE), Reply("late", False, 50.0, TWO)]
+    replies = [Reply("answered", True, float(ms), expecting(90.0)) for ms in range(1, 18)]
+    replies += [Reply("degraded", False, 50.0, expecting(40.0))]
+    replies += [Reply("late", False, 50.0, expecting(90.0))]
     replies.append(Reply("failed", False, 99.0))
-    verdict = judged(replies, calibration(40.0, 90.0))
+    verdict = judged(replies)
     assert verdict is not None
     assert verdict.answers == 19
     assert cells(replies, verdict) == ("5.0", "5.0", "5.0", "10", "99", "89.5", verdict.text)

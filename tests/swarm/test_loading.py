@@ -12,7 +12,7 @@ from virtual_site import VirtualHost, VirtualSite, virtual_gateway
 from clock import run_virtual
 from layershuffle.gateway.brain.assignment import BlockFile, HostCapacity, Loading, assign, overdue
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.brain.messages import Visited
+from layershuffle.gateway.brain.state import Visited
 from waiting import until
 
 LIMITS = Limits(load_ms=5000, load_bytes_per_second=1e6)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.policy import QUEUE, Cell, Rounds
-from layershuffle.gateway.brain.sureness import Stop
+from layershuffle.gateway.brain.sureness import Accuracy, Stop
 from layershuffle.gateway.client.judging import ENDED
 from simulation.clock import VirtualTimeLoop
 from simulation.faults import SCENARIOS, Fault, FaultKind
@@ -25,7 +25,8 @@ from simulation.run import arrivals, life, simulate
 
 DEPTH = 12
 QUIET = Limits(canary_every_ms=1e12)
-STOP = Stop(confidence=0.9, blocks=6.5, top1=84.0)
+SURE = Accuracy(top1=84.0, low=80.0, high=88.0, orders_low=79.0, orders_high=89.0)
+STOP = Stop(confidence=0.9, blocks=6.5, top1=82.0, sure=SURE, sure_again=(), unsure=())
 TOP1 = {Cell(kept): np.interp(kept, [1, 6, 12], [10.0, 70.0, 85.0]) for kept in range(1, 13)}
 
 

@@ -44,6 +44,13 @@ def test_the_expected_accuracy_is_that_of_images_like_the_calibrations():
         "(94.1 to 96.0 over 2,000 images); nine of ten orders lie between 93.0 and 97.0 %. Of "
         "other images nothing is known."
     )
+    for sure, words in [
+        (True, "answers that ended at a chance of 97 % are"),
+        (False, "answers with 2 blocks in any order that never reached a chance of 97 % are"),
+    ]:
+        kind = answer.expected.model_copy(update={"sure": sure, "confidence": 0.97})
+        told = describe_answer(answer.model_copy(update={"expected": kind}), Path("a.png"))
+        assert f"95.0 % of {words} correct (94.1 to" in told
     ran = describe_answer(answer, Path("a.png")).splitlines()[1]
     assert ran == "2 of 2 blocks in 5 ms: "
     older = answer.model_copy(update={"blocks": [1, 0, 0], "versions": [0, 0, 1]})

@@ -146,8 +146,12 @@ def _describe_expected(expected: Expected | None, why: str) -> str:
         ran += f", up to {expected.parallel} side by side"
     if expected.passes > 1:
         ran += f", {expected.passes} times over"
+    kind = f"with {ran}"
+    if expected.confidence is not None:
+        chance = f"a chance of {100 * expected.confidence:g} %"
+        kind = f"that ended at {chance}" if expected.sure else f"{kind} that never reached {chance}"
     return (
-        f"On images like {expected.data}, {expected.top1:.1f} % of answers with {ran} "
+        f"On images like {expected.data}, {expected.top1:.1f} % of answers {kind} "
         f"are correct ({expected.low:.1f} to {expected.high:.1f} over "
         f"{expected.images:,} images); nine of ten orders lie between "
         f"{expected.orders_low:.1f} and {expected.orders_high:.1f} %. Of other images "

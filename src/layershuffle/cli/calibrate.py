@@ -80,6 +80,8 @@ def _calibrated(calibration: Calibration) -> str:
         for stop in sure.stops:
             line = f"Ending at a chance of {100 * stop.confidence:g} %: {stop.blocks:.1f} blocks, "
             line += f"{stop.top1:.1f} % right"
+            if stop.sure is not None:
+                line += f", {stop.sure.top1:.1f} % of those that were sure"
             if stop.confidence == sure.confidence:
                 line += " (the default of requests)"
             lines.append(line)

@@ -89,7 +89,7 @@ class DemoCommand(Command):
             async def phase(name: str, events: Mapping[int, Any] | None = None) -> None:
                 print(f"{_REQUESTS} requests: {name} ...", flush=True)
                 replies = await sent(ask, _REQUESTS, events=events)
-                rows.append((name, *cells(replies, judged(replies, remote.calibration))))
+                rows.append((name, *cells(replies, judged(replies))))
 
             async def kill() -> None:
                 for host in victims:

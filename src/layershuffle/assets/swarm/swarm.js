@@ -225,7 +225,7 @@ async function sendPairs() {
       const answer = await classify(pair.file, { top: 1 });
       sent.answered += 1;
       sent.right += answer.top[0].label === pair.label;
-      sent.expected += answer.chance === null ? (answer.expected?.top1 ?? 0) : 100 * answer.chance;
+      sent.expected += answer.expected?.top1 ?? 100 * (answer.chance ?? 0);
     } catch (error) {
       say(at("status"), error.message);
     }

@@ -9,12 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from layershuffle.gateway.brain.policy import QUEUE, Cell, Rounds
-from layershuffle.gateway.brain.sureness import CalibrationPart, Sureness
+from layershuffle.gateway.brain.sureness import (
+    Accuracy,
+    CalibrationPart,
+    CellAccuracy,
+    Sureness,
+)
 from layershuffle.ground.errors import ModelFileError, UsageError
 from layershuffle.ground.files import user_path, write_text
 from layershuffle.ground.rows import Count, Percent
@@ -43,40 +48,21 @@ class CalibrationFacts(CalibrationPart):
     images: Count
 
 
-class CellAccuracy(CalibrationPart):
-    """Top-1 in percent of a cell: `kept` blocks ran, each `passes` times, `parallel` at once.
-
-    Blocks that keep their place run for every answer, and are not counted.
-    `top1` is the mean over orders, `low` and `high` are its 95 % interval, `sd_orders` is its
-    spread. Nine of ten orders, which keep different blocks, lie between `orders_low` and
-    `orders_high`.
-    """
-
-    kept: Count
-    passes: Count = 1
-    parallel: Count = 1
-    top1: Percent
-    low: Percent
-    high: Percent
-    orders_low: Percent
-    orders_high: Percent
-    sd_orders: float | None = None
-
-    @property
-    def cell(self) -> Cell:
-        """The cell of this row."""
-        return Cell(self.kept, self.passes, self.parallel)
-
-
 class Expected(CellAccuracy, CalibrationFacts):
     """The accuracy in percent of answers for which `kept` blocks ran, and the data behind it.
 
     Each block ran `passes` times, `parallel` of them at once. `low` and `high` are the 95 %
     interval of `top1`, a mean over orders. A single answer comes from one order, and nine of ten
     orders lie from `orders_low` to `orders_high`.
+
+    `sure`: whether these answers ended because they were right with the chance `confidence`, or
+    were never as sure as that; `None` for those that were to run all blocks.
     """
 
     model_config = ConfigDict(extra="ignore")  # a newer gateway may say more
+
+    confidence: float | None = None
+    sure: bool | None = None
 
 
 class Calibration(CalibrationFacts):
@@ -84,17 +70,14 @@ class Calibration(CalibrationFacts):
 
     `late` has the top-1 in percent with all blocks one after the other, if the last one read a
     state that was 1, 2, ... versions old. `sureness` is `None` if the data have no held-out images.
-    Older files have `tied`, which must be `null`: those of models whose places share weights
-    measured something else.
     """
 
-    schema_: Literal[3] = Field(3, alias="schema")
+    schema_: Literal[4] = Field(4, alias="schema")
     weights: str
     seed: int
     classes: tuple[str, ...]
     rows: tuple[CellAccuracy, ...]
     late: tuple[Percent, ...] = ()
-    tied: None = Field(default=None, exclude=True)
     sureness: Sureness | None = None
 
     @model_validator(mode="after")
@@ -184,20 +167,79 @@ def read_calibration(path: Path, *, weights: str) -> Calibration | None:
 
 
 def expected_accuracy(calibration: Calibration, cell: Cell) -> Expected | None:
-    """The accuracy to expect of an answer in `cell`; `None` if it was not measured.
+    """The accuracy to expect of an answer in `cell` that was to run all blocks; `None` if it was
+    not measured.
 
     For more passes than were measured it is that of the most measured ones: a returning host adds
     blocks to a request that already ran its other blocks again.
     """
+    row = _row_of(calibration.rows, cell)
+    if row is None:
+        return None
+    return Expected(**row.model_dump(), **_facts(calibration, orders=calibration.orders))
+
+
+def expected_when_asked(
+    calibration: Calibration, cell: Cell, *, confidence: float, sure: bool, again: bool
+) -> Expected | None:
+    """The accuracy to expect of an answer in `cell` that might end at the chance `confidence`;
+    `None` if that was not measured, or hardly came up.
+
+    `sure`: whether it ended because it was; `again`: whether blocks ran again. That of answers
+    that were sure does not depend on the number of their blocks, unless these ran again.
+    """
+    sureness = calibration.sureness
+    stop = None if sureness is None else sureness.stop_at(confidence)
+    if sureness is None or stop is None:
+        return None
+    row: Accuracy | None
+    if not sure:
+        row = _unsure_row(stop.unsure, cell)
+    elif again:
+        row = next((row for row in stop.sure_again if row.kept == cell.kept), None)
+    else:
+        row = stop.sure
+    if row is None:
+        return None
+    measured = row.model_dump(include=set(Accuracy.model_fields))
+    return Expected(
+        kept=cell.kept,
+        passes=cell.passes,
+        parallel=cell.parallel,
+        confidence=stop.confidence,
+        sure=sure,
+        **measured,
+        **_facts(calibration, orders=sureness.orders),
+    )
+
+
+def _row_of(rows: Sequence[CellAccuracy], cell: Cell) -> CellAccuracy | None:
+    """The row of `cell`, or else of the most passes that it has and that were measured."""
     best: CellAccuracy | None = None
-    for row in calibration.rows:
+    for row in rows:
         fits = row.kept == cell.kept and row.parallel == cell.parallel
         if fits and row.passes <= cell.passes and (best is None or row.passes > best.passes):
             best = row
-    if best is None:
-        return None
+    return best
+
+
+def _unsure_row(rows: Sequence[CellAccuracy], cell: Cell) -> CellAccuracy | None:
+    """The row of answers that were never sure in `cell`, or with the next fewer in flight."""
+    best: CellAccuracy | None = None
+    for row in rows:
+        fits = row.kept == cell.kept and row.passes == cell.passes
+        if (
+            fits
+            and row.parallel <= cell.parallel
+            and (best is None or row.parallel > best.parallel)
+        ):
+            best = row
+    return best
+
+
+def _facts(calibration: Calibration, *, orders: int) -> dict[str, Any]:
     facts = calibration.model_dump(include=set(CalibrationFacts.model_fields))
-    return Expected(**best.model_dump(), **facts)
+    return {**facts, "orders": orders}
 
 
 def useful_blocks(calibration: Calibration | None) -> int:
@@ -252,30 +294,19 @@ def _best_cell(top1: Mapping[Cell, float], kept: int) -> Cell:
     return Cell(kept, passes, widest)
 
 
-def expected_interval(
-    calibration: Calibration, cells: Sequence[Cell]
-) -> tuple[float, float, float]:
-    """(top-1, low, high) in percent to expect of answers in these cells, one image each.
+def expected_interval(expected: Sequence[Expected]) -> tuple[float, float, float]:
+    """(top-1, low, high) in percent to expect of answers, at least one, with one image each.
 
     The interval covers the uncertainty of the calibration and the random choice of independent
-    images, so it is wide for few answers. There is at least one, and all cells were measured.
+    images, so it is wide for few answers.
     """
-    # Looked up once per cell, because there are thousands of answers in few cells.
-    rows: dict[Cell, Expected | None] = {}
-    expected: list[float] = []
-    downward: list[float] = []
-    upward: list[float] = []
-    for cell in cells:
-        if cell not in rows:
-            rows[cell] = expected_accuracy(calibration, cell)
-        row = rows[cell]
-        if row is not None:
-            expected.append(row.top1)
-            downward.append(row.top1 - row.low)
-            upward.append(row.high - row.top1)
-    top1 = mean(expected)
-    chance = _SURE * math.sqrt(top1 * (100 - top1) / len(cells))
+    top1 = mean([row.top1 for row in expected])
+    chance = _SURE * math.sqrt(top1 * (100 - top1) / len(expected))
     # The calibration's error is the same for all answers, so it does not shrink with their number.
-    low = max(0.0, top1 - math.hypot(mean(downward), chance))
-    high = min(100.0, top1 + math.hypot(mean(upward), chance))
-    return top1, low, high
+    downward = mean([row.top1 - row.low for row in expected])
+    upward = mean([row.high - row.top1 for row in expected])
+    return (
+        top1,
+        max(0.0, top1 - math.hypot(downward, chance)),
+        min(100.0, top1 + math.hypot(upward, chance)),
+    )

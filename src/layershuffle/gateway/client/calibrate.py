@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from statistics import harmonic_mean
 
 import numpy as np
@@ -28,18 +28,22 @@ from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of, wra
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.splits import DeviceBatches, limited_test
-from layershuffle.gateway.brain.policy import Cell, late_last, overlapped
+from layershuffle.gateway.brain.policy import Cell, Rounds, late_last, overlapped
 from layershuffle.gateway.brain.sureness import (
     STOPS,
+    Accuracy,
+    CellAccuracy,
     Stop,
     Sureness,
     calibration_error,
     chances_of,
     default_confidence,
     ending_at,
+    first_sure,
+    probabilities,
     temperature_of,
 )
-from layershuffle.gateway.calibration.calibration import Calibration, CellAccuracy
+from layershuffle.gateway.calibration.calibration import Calibration, rounds_of, useful_blocks
 from layershuffle.ground.errors import DataError, StackError, UsageError
 from layershuffle.ground.machine import Device, device_of
 from layershuffle.ground.stats import deviation, mean, t_interval, wilson_interval
@@ -57,6 +61,7 @@ _TEST, _HELD_OUT = "test", "holdout"
 _TAIL = 0.05  # share of the orders outside of each end of the range over orders
 _PARALLEL = 4  # the bundled model loses 3 points with 4 blocks side by side, and 7 with 6
 _PASSES = {2: 0.75, 3: 0.5}  # up to this share of the blocks; with more there was no gain
+_FEWEST = 20  # answers of a kind in every order
 _SURE_ORDERS = 6  # the logits of every number of blocks are in memory at once
 _log = logging.getLogger(__name__)
 
@@ -122,8 +127,8 @@ def calibrate(
     late = []
     for group in each[len(cells) :]:
         late.append(mean([score.top1 for score in group]))
-    return Calibration(
-        schema=3,
+    calibration = Calibration(
+        schema=4,
         weights=weights,
         data=data,
         split=_TEST,
@@ -133,8 +138,16 @@ def calibrate(
         classes=tested.classes,
         rows=rows_of(dict(zip(cells, each, strict=False)), split),
         late=tuple(late),
-        sureness=_sureness(backbone, tested, permutations, images=images, batch_size=batch_size),
     )
+    sureness = _sureness(
+        backbone,
+        tested,
+        permutations[:_SURE_ORDERS],
+        calibration=calibration,
+        images=images,
+        batch_size=batch_size,
+    )
+    return calibration.model_copy(update={"sureness": sureness})
 
 
 def servable_model(model: nn.Module) -> nn.Module:
@@ -191,26 +204,31 @@ def rows_of(scores: Mapping[Cell, Sequence[Score]], split: Split) -> tuple[CellA
 
 
 def _row(cell: Cell, scores: Sequence[Score], *, split: Split) -> CellAccuracy:
-    """The row of a cell: the mean with a 95 % interval over orders and over images.
+    """The row of a cell."""
+    # With the harmonic mean, p (1 - p) / n is the mean of the orders' variances, which the variance
+    # of their mean does not exceed.
+    counts = split.independent(torch.stack([score.right for score in scores], dim=1))
+    accuracy = accuracy_over([score.top1 for score in scores], images=harmonic_mean(counts))
+    return CellAccuracy(
+        kept=cell.kept, passes=cell.passes, parallel=cell.parallel, **accuracy.model_dump()
+    )
+
+
+def accuracy_over(top1: Sequence[float], *, images: float) -> Accuracy:
+    """The accuracy of answers, from the top-1 of every order on so many independent images: the
+    mean with a 95 % interval over orders and over images.
 
     Both spreads matter: the orders of a request are new, and so are its images. Their half-widths
     (t-interval over orders; Wilson's over images, which is wide enough for any correlation between
     orders) add as independent errors do: by their squares, separately on each side.
     """
-    top1 = [score.top1 for score in scores]
     centre = mean(top1)
     low_orders, high_orders = t_interval(top1)
-    # With the harmonic mean, p (1 - p) / n is the mean of the orders' variances, which the variance
-    # of their mean does not exceed.
-    counts = split.independent(torch.stack([score.right for score in scores], dim=1))
     # Wilson's interval stays within 0 and 100 %, also for accuracies near 100 %.
-    low_images, high_images = wilson_interval(centre, harmonic_mean(counts))
+    low_images, high_images = wilson_interval(centre, images)
     ordered = sorted(top1)
     last = len(top1) - 1
-    return CellAccuracy(
-        kept=cell.kept,
-        passes=cell.passes,
-        parallel=cell.parallel,
+    return Accuracy(
         top1=centre,
         low=max(0.0, centre - math.hypot(centre - low_orders, centre - low_images)),
         high=min(100.0, centre + math.hypot(high_orders - centre, high_images - centre)),
@@ -226,13 +244,14 @@ def _sureness(
     tested: ImageData,
     permutations: Sequence[tuple[int, ...]],
     *,
+    calibration: Calibration,
     images: int,
     batch_size: int,
 ) -> Sureness | None:
     """How sure the answers of `backbone` are; `None` if the data hold no images out.
 
-    It is fitted on at most `images` held-out images and scored on those of `tested`, in the first
-    of `permutations`.
+    It is fitted on at most `images` held-out images and scored on those of `tested`, in these
+    orders. `calibration` has the rest, and says how often blocks run where others are missing.
     """
     share = training_settings(backbone_of(backbone)).get(_HELD_OUT, DataOptions.holdout)
     try:
@@ -243,7 +262,6 @@ def _sureness(
     split = fitted.splits[_HELD_OUT]
     split = limited_test(split.dataset, limit=images)
     fitted = replace(fitted, splits={_HELD_OUT: split})
-    permutations = permutations[:_SURE_ORDERS]
     logits, labels = answers_by_blocks(
         backbone, _batches(backbone, fitted, _HELD_OUT, batch_size), permutations=permutations
     )
@@ -253,10 +271,11 @@ def _sureness(
         fits.append(temperature_of(answers.reshape(len(many), -1), many))
     temperatures = tuple(fits)
     right = logits.argmax(axis=-1) == labels
-    confidence = default_confidence(chances_of(logits, temperatures), right)
-    logits, labels = answers_by_blocks(
-        backbone, _batches(backbone, tested, _TEST, batch_size), permutations=permutations
-    )
+    least = useful_blocks(calibration)
+    chances = chances_of(logits, temperatures)
+    confidence = default_confidence(chances, right, least=least)
+    test_batches = _batches(backbone, tested, _TEST, batch_size)
+    logits, labels = answers_by_blocks(backbone, test_batches, permutations=permutations)
     right = logits.argmax(axis=-1) == labels
     chances = chances_of(logits, temperatures)
     raw = chances_of(logits, (1.0,) * len(temperatures))
@@ -266,10 +285,20 @@ def _sureness(
         hits = right[:, place].ravel()
         raw_errors.append(calibration_error(raw[:, place].ravel(), hits))
         errors.append(calibration_error(chances[:, place].ravel(), hits))
+    # As how many independent images one image counts.
+    independent = harmonic_mean(tested.splits[_TEST].independent(torch.from_numpy(right[:, -1].T)))
+    answers = answers_after(
+        backbone,
+        test_batches,
+        walked_cells(rounds_of(calibration), least=least),
+        permutations=permutations,
+        temperatures=temperatures,
+    )
+    answers[Cell(len(temperatures))] = (chances, right)
+    walks = Walks(answers, least=least, weight=independent / len(labels))
     stops = []
     for limit in sorted({*STOPS} if confidence is None else {*STOPS, confidence}):
-        blocks, top1 = ending_at(limit, chances, right=right)
-        stops.append(Stop(confidence=limit, blocks=blocks, top1=top1))
+        stops.append(walks.stop(limit))
     return Sureness(
         split=_HELD_OUT,
         orders=len(permutations),
@@ -277,9 +306,115 @@ def _sureness(
         temperatures=temperatures,
         raw_error=tuple(raw_errors),
         error=tuple(errors),
+        least=least,
         stops=tuple(stops),
         confidence=confidence,
     )
+
+
+def walked_cells(rounds: Rounds, *, least: int) -> tuple[Cell, ...]:
+    """The cells that requests walk through other than one block after the other, each once: what
+    `rounds` lets them run, with fewer side by side, and the first pass of each.
+
+    No request ends before `least` blocks.
+    """
+    cells = set[Cell]()
+    for kept, cell in rounds.cells.items():
+        for parallel in range(1, cell.parallel + 1):
+            if kept >= least:
+                cells.add(Cell(kept, 1, parallel))
+                cells.add(Cell(kept, cell.passes, parallel))
+    walked = [cell for cell in cells if cell.passes > 1 or cell.parallel > 1]
+    return tuple(sorted(walked, key=lambda cell: (cell.kept, cell.passes, cell.parallel)))
+
+
+AnswersAfter = tuple[NDArray[np.float64], NDArray[np.bool_]]
+"""The chances of answers and whether they are right, `[orders, steps, images]`."""
+
+
+@dataclass(eq=False)
+class Walks:
+    """What requests come to that may end when they are sure, from measured answers.
+
+    `answers`: after every step of the cells that they walk through; of those with a second pass
+    after the steps behind the first. All blocks, one after the other, are among them. No request
+    ends before `least` blocks. One image counts as `weight` independent ones.
+    """
+
+    answers: Mapping[Cell, AnswersAfter]
+    _: KW_ONLY
+    least: int
+    weight: float
+
+    def __post_init__(self) -> None:
+        self.depth = max(cell.kept for cell in self.answers)
+
+    def stop(self, confidence: float) -> Stop:
+        """The stop at this chance of being right."""
+        chances, right = self.answers[Cell(self.depth)]
+        blocks, top1 = ending_at(confidence, chances, right=right, least=self.least)
+        # The last of all blocks ends a request, sure or not.
+        ends = first_sure(confidence, chances[:, : self.depth - 1], least=self.least)
+        sure = self._accuracy(_at(ends, right), ends > 0)
+        sure_again = []
+        unsure = []
+        for kept in range(self.least, self.depth):
+            never = self._never(confidence, chances[:, :kept])
+            unsure.append((Cell(kept), self._accuracy(right[:, kept - 1], never)))
+        for cell, (later, right_later) in self.answers.items():
+            if cell.passes == 1:
+                never = self._never(confidence, later[:, : self.depth - 1])
+                unsure.append((cell, self._accuracy(right_later[:, -1], never)))
+                continue
+            one_by_one = cell.parallel == 1
+            first = Cell(self.depth) if one_by_one else Cell(cell.kept, 1, cell.parallel)
+            never = self._never(confidence, self.answers[first][0][:, : cell.kept])
+            ends = first_sure(confidence, later)
+            if one_by_one:
+                again = self._accuracy(_at(ends, right_later), never & (ends > 0))
+                sure_again.append((cell, again))
+            unsure.append((cell, self._accuracy(right_later[:, -1], never & (ends == 0))))
+        return Stop(
+            confidence=confidence,
+            blocks=blocks,
+            top1=top1,
+            sure=sure,
+            sure_again=_measured(sure_again),
+            unsure=_measured(unsure),
+        )
+
+    def _never(self, confidence: float, chances: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Which requests are not sure in these steps of a first pass, `[orders, images]`."""
+        return first_sure(confidence, chances, least=self.least) == 0
+
+    def _accuracy(self, right: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> Accuracy | None:
+        """That of the `chosen` answers, where `right` is, both `[orders, images]`."""
+        counts = chosen.sum(axis=1)
+        if counts.min() < _FEWEST:
+            return None
+        top1 = 100 * (right & chosen).sum(axis=1) / counts
+        images = self.weight * harmonic_mean(counts.tolist())
+        return accuracy_over(top1.tolist(), images=images).rounded()
+
+
+def _at(ends: NDArray[np.int64], right: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """`right` after so many steps, `[orders, images]`; after 0 it says nothing."""
+    return np.take_along_axis(right, np.maximum(ends, 1)[:, None] - 1, axis=1)[:, 0]
+
+
+def _measured(rows: Sequence[tuple[Cell, Accuracy | None]]) -> tuple[CellAccuracy, ...]:
+    """The rows of the cells with an accuracy."""
+    measured = []
+    for cell, accuracy in rows:
+        if accuracy is not None:
+            row = CellAccuracy(
+                kept=cell.kept,
+                passes=cell.passes,
+                parallel=cell.parallel,
+                **accuracy.model_dump(),
+            )
+            measured.append(row)
+    return tuple(measured)
 
 
 def answers_by_blocks(
@@ -291,20 +426,75 @@ def answers_by_blocks(
     blocks between the ends of `backbone`, which run too.
     """
     depth = depth_of(backbone)
-    fixed = fixed_of(backbone)
-    counts = len(drawn_blocks(depth, fixed))
+    counts = len(permutations[0])
     cuts = []
     for blocks in permutations:
         for count in range(1, counts + 1):
-            cuts.append(ExecutionOrder(blocks[:count], depth).within_ends(fixed))
+            cuts.append(ExecutionOrder(blocks[:count], depth))
     parts: list[NDArray[np.float32]] = []
     truth: list[NDArray[np.int64]] = []
+    for logits, labels in _answers(backbone, batches, cuts):
+        parts.append(logits.reshape(len(permutations), counts, *logits.shape[1:]))
+        truth.append(labels)
+    return np.concatenate(parts, axis=2), np.concatenate(truth)
+
+
+def answers_after(
+    backbone: nn.Module,
+    batches: DeviceBatches,
+    cells: Sequence[Cell],
+    *,
+    permutations: Sequence[tuple[int, ...]],
+    temperatures: Sequence[float],
+) -> dict[Cell, AnswersAfter]:
+    """The answers after every step of each cell; with a second pass, of the steps behind the first.
+
+    There are many steps, so the logits of a batch are dropped with it.
+    """
+    depth = depth_of(backbone)
+    chances: dict[Cell, list[NDArray[np.float64]]] = {cell: [] for cell in cells}
+    right: dict[Cell, list[NDArray[np.bool_]]] = {cell: [] for cell in cells}
+    for blocks in permutations if cells else ():
+        cuts = []
+        divisors = []
+        for cell in cells:
+            whole = overlapped(blocks, cell, depth=depth)
+            for number in range(_first_step(cell), len(whole.blocks) + 1):
+                versions = None if whole.versions is None else whole.versions[:number]
+                cuts.append(ExecutionOrder(whole.blocks[:number], depth, versions))
+                divisors.append(temperatures[min(number, cell.kept) - 1])
+        scales = np.array(divisors)[:, None, None]
+        chance_parts = []
+        right_parts = []
+        for logits, labels in _answers(backbone, batches, cuts):
+            chance_parts.append(probabilities(logits / scales).max(axis=-1))
+            right_parts.append(logits.argmax(axis=-1) == labels)
+        chance = np.concatenate(chance_parts, axis=1)
+        hits = np.concatenate(right_parts, axis=1)
+        start = 0
+        for cell in cells:
+            end = start + cell.kept * cell.passes + 1 - _first_step(cell)
+            chances[cell].append(chance[start:end])
+            right[cell].append(hits[start:end])
+            start = end
+    return {cell: (np.stack(chances[cell]), np.stack(right[cell])) for cell in cells}
+
+
+def _first_step(cell: Cell) -> int:
+    """The first step of a cell whose answers are measured."""
+    return 1 if cell.passes == 1 else cell.kept + 1
+
+
+def _answers(
+    backbone: nn.Module, batches: DeviceBatches, cuts: Sequence[ExecutionOrder]
+) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
+    """Of each batch the logits `[cuts, images, classes]` after these orders, and the labels."""
+    fixed = fixed_of(backbone)
+    orders = [cut.within_ends(fixed) for cut in cuts]
     forget(stack_of(backbone))
     with in_eval(backbone), torch.no_grad():
         for batch in batches:
             for pixels, labels in micro_batches(backbone, batch):
-                answers = dict(run_many(backbone, pixels, orders=cuts))
-                every = torch.stack([answers[place].float() for place in range(len(cuts))])
-                parts.append(every.view(len(permutations), counts, *every.shape[1:]).cpu().numpy())
-                truth.append(labels.cpu().numpy())
-    return np.concatenate(parts, axis=2), np.concatenate(truth)
+                answers = dict(run_many(backbone, pixels, orders=orders))
+                every = torch.stack([answers[place].float() for place in range(len(orders))])
+                yield every.cpu().numpy(), labels.cpu().numpy()

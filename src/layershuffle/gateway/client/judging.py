@@ -1,4 +1,4 @@
-"""Send labelled images to a swarm, and judge its answers by what the calibration lets expect."""
+"""Send labelled images to a swarm, and judge its answers by what they say to expect."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from layershuffle.gateway.brain.policy import Cell
-from layershuffle.gateway.calibration.calibration import (
-    Calibration,
-    expected_accuracy,
-    expected_interval,
-)
+from layershuffle.gateway.calibration.calibration import Expected, expected_interval
 from layershuffle.gateway.client.client import AsyncSwarmClient, SwarmError
 from layershuffle.ground.stats import mean, quantile
 
@@ -45,13 +40,13 @@ class Labelled:
 class Reply:
     """How one request ended, whether its class was right, and the milliseconds that it took.
 
-    `cell` says how the blocks ran for its answer, if there is one.
+    `expected`: what its answer said of answers like it, if there is one and it knew.
     """
 
     ended: Ended
     right: bool
     ms: float
-    cell: Cell | None = None
+    expected: Expected | None = None
 
 
 Ask = Callable[[int], Awaitable[Reply]]
@@ -59,9 +54,17 @@ Ask = Callable[[int], Awaitable[Reply]]
 
 
 def asking(
-    client: AsyncSwarmClient, images: Sequence[Labelled], *, deadline_ms: float, patient: bool
+    client: AsyncSwarmClient,
+    images: Sequence[Labelled],
+    *,
+    deadline_ms: float,
+    patient: bool,
+    confidence: float | str | None = "off",
 ) -> Ask:
-    """A function that sends image number i modulo the number of images; all blocks run.
+    """A function that sends image number i modulo the number of images.
+
+    All blocks are to run, unless requests may end at a `confidence`, or with `None` at the default
+    one.
 
     A `patient` client waits after a failure as long as the gateway asks (Retry-After), and a second
     if nothing answers, before its next request, as simulated clients do. The function raises
@@ -75,7 +78,7 @@ def asking(
             begun = time.perf_counter()
             try:
                 answer = await client.classify(
-                    labelled.image, deadline_ms=deadline_ms, confidence="off", top=1
+                    labelled.image, deadline_ms=deadline_ms, confidence=confidence, top=1
                 )
             except SwarmError as error:
                 if error.status in _NOT_TAKEN:
@@ -91,7 +94,7 @@ def asking(
             if ms > deadline_ms:
                 ended = "late"
             right = answer.top[0].index == labelled.label
-            return Reply(ended, right, ms, answer.cell)
+            return Reply(ended, right, ms, answer.expected)
 
     return ask
 
@@ -150,9 +153,9 @@ def ends_and_times(replies: Sequence[tuple[Ended, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerAccuracy:
-    """Top-1 in percent over `answers` answers, and what the calibration expects of it.
+    """Top-1 in percent over `answers` answers, and what they said to expect of them.
 
-    The calibration expects `expected`, with the interval from `low` to `high`.
+    That is `expected` on average, with the interval from `low` to `high`.
     """
 
     answers: int
@@ -168,25 +171,22 @@ class AnswerAccuracy:
         return f"{self.expected:.1f} ({self.low:.1f} to {self.high:.1f}){outside}"
 
 
-def judged(replies: Sequence[Reply], calibration: Calibration | None) -> AnswerAccuracy | None:
+def judged(replies: Sequence[Reply]) -> AnswerAccuracy | None:
     """The accuracy of the answers and its interval; `None` if there is nothing to compare.
 
-    Each answer counts with the accuracy that was measured for its cell
-    (`calibration.expected_interval`); those of cells that were not measured do not count.
+    Each answer counts with the accuracy that it said to expect; those that knew none do not count.
     """
-    if calibration is None:
-        return None
-    answered: list[Cell] = []
+    expected: list[Expected] = []
     right: list[bool] = []
     for reply in replies:
         # Late answers count, because their classes are right or wrong, too.
-        if reply.cell is not None and expected_accuracy(calibration, reply.cell) is not None:
-            answered.append(reply.cell)
+        if reply.expected is not None:
+            expected.append(reply.expected)
             right.append(reply.right)
-    if not answered:
+    if not expected:
         return None
-    expected, low, high = expected_interval(calibration, answered)
-    return AnswerAccuracy(len(answered), 100 * mean(right), expected, low, high)
+    top1, low, high = expected_interval(expected)
+    return AnswerAccuracy(len(expected), 100 * mean(right), top1, low, high)
 
 
 COLUMNS = ("failed", "late", "in part", "ms", "99 %", "right", "expected")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from layershuffle.gateway.brain.policy import Cell, Ending, cell_of
+from layershuffle.gateway.brain.policy import Ending
 from layershuffle.gateway.brain.state import Condition, HostState, Outcome
 from layershuffle.gateway.brain.sureness import probabilities
 from layershuffle.gateway.calibration.calibration import Expected
@@ -110,12 +110,6 @@ class Classification(BaseModel):
     expected: Expected | None
     expected_why: str = Field("", description="Why there is no expected accuracy.")
     ms: Times
-
-    @property
-    def cell(self) -> Cell | None:
-        """How the blocks ran; `None` if none did."""
-        steps = tuple(zip(self.blocks, self.versions, strict=True))
-        return cell_of(steps) if steps else None
 
 
 class HostAnswer(BaseModel):

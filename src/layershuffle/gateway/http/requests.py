@@ -16,9 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from layershuffle.gateway.brain.policy import Cell, cell_of, side_by_side
+from layershuffle.gateway.brain.policy import Cell, Route, cell_of, side_by_side
 from layershuffle.gateway.brain.state import Outcome, State, Visited
-from layershuffle.gateway.calibration.calibration import NEVER, Expected, expected_accuracy
+from layershuffle.gateway.calibration.calibration import (
+    NEVER,
+    Expected,
+    expected_accuracy,
+    expected_when_asked,
+)
 from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.http.admission import Admission, GatewayLimits, Keys
 from layershuffle.gateway.http.answers import Classification, classification
@@ -167,6 +172,7 @@ class Gateway:
         walk, decoding, and the walk. Raises `HTTPError`, `NotAnswered`, `DataError`, `UsageError`.
         """
         self._check(options)
+        confidence = self._confidence(options)
         clock = self.router.clock
         async with self.admission.received(request) as received:
             begun = clock()
@@ -187,7 +193,7 @@ class Gateway:
                     image,
                     deadline=deadline,
                     min_blocks=options.min_blocks,
-                    confidence=self._confidence(options),
+                    confidence=confidence,
                     place=place,
                 )
         route = classified.route
@@ -195,7 +201,7 @@ class Gateway:
             classified,
             labels=self.labels,
             top=options.top,
-            expected=self._expected(cell_of(route.steps) if route.order else None),
+            expected=self._expected_of(route, options, confidence=confidence),
             total_ms=(clock() - begun) * _MILLI,
         )
 
@@ -237,6 +243,33 @@ class Gateway:
         # Busy or fast hosts run one visit at a time, whatever the calibration allows.
         parallel = side_by_side(reachable, router.swarm, rounds=rounds, walks=router.walks + 1)
         return self._expected(replace(rounds.cell(reachable), parallel=parallel))
+
+    def _expected_of(
+        self, route: Route, options: Options, *, confidence: float | None
+    ) -> tuple[Expected | None, str]:
+        """The accuracy to expect of an answer by this route, or `None` and the reason."""
+        if not route.order:
+            return self._expected(None)
+        cell = cell_of(route.steps)
+        calibration = self.remote_model.calibration
+        sureness = None if calibration is None else calibration.sureness
+        if calibration is None or sureness is None or confidence is None:
+            return self._expected(cell)
+        least = options.min_blocks or sureness.least
+        if least == len(self.router.hosted) or route.kept < least:
+            return self._expected(cell)  # it could not end before these blocks had run
+        expected = expected_when_asked(
+            calibration,
+            cell,
+            confidence=confidence,
+            sure=route.ending == "sure",
+            again=len(route.order) > route.kept,
+        )
+        sure = "sure" if route.ending == "sure" else "not sure"
+        why = f"too few answers were {sure} after {route.kept} blocks when it was measured"
+        if sureness.stop_at(confidence) is None:
+            why = f"no request ended at a chance of {100 * confidence:g} % when it was measured"
+        return expected, "" if expected else why
 
     def _expected(self, cell: Cell | None) -> tuple[Expected | None, str]:
         """The accuracy to expect of answers in `cell`, or `None` and the reason."""
