@@ -51,7 +51,8 @@ def write_tables() -> list[float]:
     write_table("sureness.csv", ("blocks", "temperature", "raw_error", "error"), rows)
     rows = []
     for stop in sure["stops"]:
-        whole = [row for row in stop["unsure"] if row["kept"] == len(sure["temperatures"])]
+        depth = len(sure["temperatures"])
+        whole = [r for r in stop["unsure"] if (r["kept"], r["parallel"]) == (depth, 1)]
         cells = [f"{stop[name]:.6g}" for name in ("confidence", "blocks", "top1")]
         # A kind that hardly came up was not measured.
         cells.append("" if stop["sure"] is None else f"{stop['sure']['top1']:.6g}")
