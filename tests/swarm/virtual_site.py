@@ -48,7 +48,8 @@ class VirtualSite:
 class VirtualHost:
     """A host that dials in at once: `capacity` is what it can load, whatever memory it claims.
 
-    `mute`: it says nothing of what it cannot load. `lie`: its answers to the visits of requests.
+    `mute`: it says nothing of what it cannot load. `lie`: its answers to the visits of requests;
+    `leaves`: with the first of them.
     """
 
     unread_since: float | None = None
@@ -64,12 +65,14 @@ class VirtualHost:
         capacity: int = 100,
         mute: bool = False,
         lie: Lie | None = None,
+        leaves: bool = False,
         why: str = "OSError: no space left on device",
     ) -> None:
         self._site = site
         self._capacity = capacity
         self._mute = mute
         self._lie = lie
+        self._leaves = leaves
         self._why = why
         self._loop = asyncio.get_running_loop()
         self.loaded = set[int]()
@@ -128,7 +131,8 @@ class VirtualHost:
         before = wire.state_in(content, header, shape=digits().shape)
         after = await digits().compute(header.slot, before)
         # A canary has half a second in these tests, and a request has more.
-        if header.time > 1e6:
+        asked = header.time > 1e6
+        if asked:
             self.visits += 1
             if self._lie is not None:
                 after = self._lie(after)
@@ -136,6 +140,8 @@ class VirtualHost:
         if not self.closed:
             answer = Header(Kind.ANSWER, *header[1:5], header.images, int(1e6 * VISIT), 0)
             self._site.connected.received(self, wire.frame(answer, after))  # type: ignore[arg-type]
+            if asked and self._leaves:
+                self.close(1001, "bye")
 
 
 @asynccontextmanager

@@ -285,7 +285,10 @@ def failed(host: HostState, hop: Visited, *, now: float, limits: Limits) -> Host
     # A host that lied stays out, because it may well answer a probe correctly. What was sent to a
     # suspect before it became one says nothing new; only its probes do.
     stale = host.condition == "suspect" and hop.lag_ms is not None
-    if host.condition in ("gone", "shut-out") or (stale and hop.outcome not in ("lost", "wrong")):
+    if host.condition == "shut-out" or (stale and hop.outcome not in ("lost", "wrong")):
+        return host
+    # One that leaves with a lie must not come back.
+    if host.condition == "gone" and hop.outcome != "wrong":
         return host
     if hop.outcome == "lost":
         until = now + limits.return_ms / 1000

@@ -187,6 +187,8 @@ class HealthMonitor:
         self._records: dict[str, HostRecord] = {}
         self._habits: dict[str, Habit] = {}
         self._questions: dict[tuple[int, str], _Question] = {}
+        # Also of hosts that have left: an answer may be the last that they sent.
+        self._references: dict[int, Reference] = {}
         self._audits: set[asyncio.Task[bool]] = set()
         self._told = -math.inf
         router.observers.append(self._observe)
@@ -197,6 +199,7 @@ class HealthMonitor:
         if host not in self._records:
             self._records[host] = HostRecord({}, due=self.router.clock())
         self._records[host].blocks.update(blocks)
+        self._references.update(blocks)
 
     def forget(self, host: str, blocks: Iterable[int]) -> None:
         """Stop checking `blocks` of `host`."""
@@ -360,7 +363,7 @@ class HealthMonitor:
         """
         limits = self.router.limits
         habit = self._habits.setdefault(hop.host, Habit())
-        reference = self._reference_of(hop.host, hop.block)
+        reference = self._reference_of(hop.host, hop.block) or self._references.get(hop.block)
         if not limits.audit_share or habit.passed >= limits.first_audits or reference is None:
             return None
         return self._begin_audit(hop, reference, before, after, habit=habit)
