@@ -385,7 +385,8 @@ class Walks:
 
     def _never(self, confidence: float, chances: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Which requests are not sure in these steps of a first pass, `[orders, images]`."""
-        return first_sure(confidence, chances, least=self.least) == 0
+        never: NDArray[np.bool_] = first_sure(confidence, chances, least=self.least) == 0
+        return never
 
     def _accuracy(self, right: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> Accuracy | None:
         """That of the `chosen` answers, where `right` is, both `[orders, images]`."""
@@ -399,7 +400,8 @@ class Walks:
 
 def _at(ends: NDArray[np.int64], right: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """`right` after so many steps, `[orders, images]`; after 0 it says nothing."""
-    return np.take_along_axis(right, np.maximum(ends, 1)[:, None] - 1, axis=1)[:, 0]
+    at_end: NDArray[np.bool_] = np.take_along_axis(right, np.maximum(ends, 1)[:, None] - 1, axis=1)
+    return at_end[:, 0]
 
 
 def _measured(rows: Sequence[tuple[Cell, Accuracy | None]]) -> tuple[CellAccuracy, ...]:
