@@ -205,6 +205,19 @@ def test_light_modules_import_nothing_heavy_at_the_top() -> None:
     assert [pair for pair in imported if pair[1].split(".")[0] in HEAVY] == []
 
 
+# Windows lacks these modules. A function of the library may import one after a look at the system.
+POSIX = {"fcntl", "grp", "pwd", "resource", "syslog", "termios"}
+
+
+def test_the_library_is_imported_without_modules_that_windows_lacks() -> None:
+    found = []
+    for module, tree in MODULES.items():
+        for node in tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom) and POSIX & set(_imported(node)):
+                found.append(module)
+    assert found == []
+
+
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         return [node.module or ""]

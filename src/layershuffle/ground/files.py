@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import resource
 import shutil
 import sys
 import tempfile
@@ -265,6 +264,10 @@ def _error_number(error: Exception, place: Path) -> int | None:
         place = place.parent
     if shutil.disk_usage(place).free <= _NEARLY_FULL_BYTES:
         return errno.ENOSPC
+    if sys.platform == "win32":  # which has no such limit, and no such module
+        return None
+    import resource
+
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY and re.search("StreamWriter|inline_container", str(error)):
         return errno.EFBIG
@@ -305,7 +308,7 @@ def _flush(directory: Path) -> None:
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             os.chmod(path, 0o644)  # some savers write for their user alone
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDWR)  # Windows flushes no file opened to read
             try:
                 os.fsync(descriptor)
             finally:
