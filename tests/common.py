@@ -22,6 +22,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer as TorchvisionViT
+from transformers.models.vit import modeling_vit
 
 import layershuffle as ls
 
@@ -242,6 +243,8 @@ def _torchvision() -> nn.Module:
     )  # fmt: skip
 
 
+# Older releases of transformers have the blocks of these inside of an encoder.
+_LAYERS = "encoder.layer" if hasattr(modeling_vit, "ViTEncoder") else "layers"
 _ALL = (
     Family("timm-vit", "timm", "blocks", lambda: _timm("vit_tiny_patch16_224")),
     Family("timm-deit", "timm", "blocks", lambda: _timm("deit_tiny_patch16_224")),
@@ -255,10 +258,10 @@ _ALL = (
     Family("timm-dinov3", "timm", "blocks", lambda: _timm("vit_small_patch16_dinov3")),
     Family("timm-xcit", "timm", "blocks", lambda: _timm("xcit_nano_12_p8_224", patch_size=None)),
     Family("timm-mixer", "timm", "blocks", _mixer),
-    _hf("vit", "vit.layers", kind="ViT"),
-    _hf("deit", "deit.layers", kind="DeiT"),
-    _hf("deit-teacher", "deit.layers", kind="DeiT", variant="WithTeacher"),
-    _hf("beit", "beit.layers", kind="Beit", drop_path_rate=0.0),
+    _hf("vit", f"vit.{_LAYERS}", kind="ViT"),
+    _hf("deit", f"deit.{_LAYERS}", kind="DeiT"),
+    _hf("deit-teacher", f"deit.{_LAYERS}", kind="DeiT", variant="WithTeacher"),
+    _hf("beit", f"beit.{_LAYERS}", kind="Beit", drop_path_rate=0.0),
     _hf("dinov2", "dinov2.encoder.layer", kind="Dinov2"),
     _hf("dinov2-registers", "dinov2_with_registers.encoder.layer", kind="Dinov2WithRegisters"),
     Family("hf-siglip", "transformers", "vision_model.encoder.layers", _siglip),

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from layershuffle.core.stack import BlockStack
 from layershuffle.ground.errors import ModelFileError, UsageError
@@ -86,24 +85,9 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-class _RatesOfSketch(TorchFunctionMode):
-    """Numbers that a constructor reads from tensors on the meta device, which have none, are 0.
-
-    timm before 1.0.21 computes the rates of stochastic depth so. They are no part of a sketch, and
-    a shape that depends on such a number would differ from that of the weights, which is refused.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer `item` of a tensor on the meta device, and call all else."""
-        del types
-        if func is Tensor.item and args[0].is_meta:
-            return 0.0
-        return func(*args, **(kwargs or {}))
-
-
 def sketched(make: Callable[[], nn.Module]) -> nn.Module:
     """What `make` builds, on the meta device: names, shapes and settings without numbers."""
-    with seeded(0), torch.device("meta"), _RatesOfSketch():
+    with seeded(0), torch.device("meta"):
         return make()
 
 

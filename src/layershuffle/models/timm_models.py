@@ -30,6 +30,7 @@ from layershuffle.models.files import (
     check_download,
     fetched,
     library_errors,
+    read_json,
     read_tensors,
     say_dtype,
     tensor_headers,
@@ -295,7 +296,7 @@ def view_of_config(backbone: Backbone, config: Mapping[str, Any]) -> ImageView:
 
     Raises the errors of `image_view`.
     """
-    channels = _channels(backbone) or int(config["input_size"][0])
+    channels = int(getattr(backbone, "in_chans", None) or config["input_size"][0])
     height, width = image_size(backbone) or tuple(config["input_size"][1:])
     if config["crop_mode"] not in _CROP_MODES:
         raise UsageError(
@@ -333,14 +334,6 @@ def image_size(backbone: Backbone) -> tuple[int, int] | None:
     return size_pair(size) if size is not None else None
 
 
-def _channels(backbone: Backbone) -> int | None:
-    """The number of channels of the input of `backbone`, `None` if it is unknown."""
-    projection = getattr(getattr(backbone, "patch_embed", None), "proj", None)
-    # timm before 1.0.20 has the number in the projection of the patches only.
-    found = getattr(backbone, "in_chans", None) or getattr(projection, "in_channels", None)
-    return None if found is None else int(found)
-
-
 def _architecture(backbone: Backbone) -> str:
     name = (getattr(backbone, "pretrained_cfg", None) or {}).get("architecture")
     if not name:
@@ -357,7 +350,7 @@ def _known_args(backbone: Backbone) -> dict[str, Any]:
     # The public `timm.models.get_model_args` leaves out the rates of dropout, which `save` keeps.
     args = {**getattr(backbone, "_model_args", {}), **origin_of(backbone).model_args}
     if not args:
-        args = {"in_chans": _channels(backbone), "img_size": image_size(backbone)}
+        args = {"in_chans": getattr(backbone, "in_chans", None), "img_size": image_size(backbone)}
         blocks = getattr(backbone, "blocks", None)
         if blocks is not None and hasattr(backbone, "embed_dim"):  # a vision transformer
             args["embed_dim"] = backbone.embed_dim
@@ -393,5 +386,8 @@ def read(directory: Path, *, seed: int) -> nn.Module:
             lambda: timm.create_model(f"local-dir:{directory}"),
             read_tensors(*weight_files(directory)), place=directory, seed=seed,
         )  # fmt: skip
+        # timm before 1.0.31 does not keep what it was built with, and saving needs it.
+        args = read_json(directory / CONFIG).get("model_args") or {}
+        remember(backbone, Origin(model_args=dict(args)))
         class_names(backbone)  # raises for invalid names
     return backbone
