@@ -39,8 +39,8 @@ from layershuffle.gateway.client.labelled import labelled_images
 from layershuffle.ground.plotting import (
     INK,
     STYLES,
+    draw_legend,
     figure_bytes,
-    legend_below,
     new_figure,
     style_axes,
 )
@@ -359,7 +359,7 @@ def draw(lines: Sequence[dict[str, str]]) -> None:
     right.set(ylabel="ms")
     style_axes(left, "Requests that did not get a whole answer in time")
     style_axes(right, "Time of a request")
-    legend_below(figure, entries)
+    draw_legend(figure, entries)
     FIGURE.write_bytes(figure_bytes(figure, "svg"))
 
 

@@ -301,7 +301,7 @@ RANDOM = ["merge", "runs/a", "runs/b", "--random", "2", "--data", DATA]
         (["merge", "m.yaml", "--out", "x"], UsageError),
         (["merge", "runs/a", *RANDOM[3:]], UsageError),
         (["merge", "runs/a", "runs/a", *RANDOM[3:]], UsageError),
-        ([*RANDOM[:4], "0", *RANDOM[5:]], SettingsError),
+        ([*RANDOM[:4], "0", *RANDOM[5:]], UsageError),
     ],
 )
 def test_errors_are_one_paragraph(capsys, work, words, error):

@@ -294,7 +294,7 @@ def test_key_files_that_others_may_read_are_refused(tmp_path):
     for path, words in [
         (written(tmp_path / "group", "one", 0o640), "Other users may read or change"),
         (written(tmp_path / "empty", " \n"), "is empty"),
-        (tmp_path / "missing", "does not exist"),
+        (tmp_path / "missing", "There is no file"),
     ]:
         with pytest.raises(UsageError, match=words):
             read_keys(path)
@@ -430,7 +430,7 @@ def test_certificates_that_cannot_be_used(papers, tmp_path):
         (certificate, locked, "cannot be used.+without a password: openssl pkey -in"),
         (papers / "ca.pem", key, "cannot be used"),
         (papers / "missing", key, "cannot be used .No such file"),
-        (certificate, papers / "missing", "does not exist"),
+        (certificate, papers / "missing", "There is no file"),
         (key, key, "cannot be used"),
     ]:
         with pytest.raises(UsageError, match=phrase):

@@ -290,7 +290,7 @@ def _sureness(
     answers = answers_after(
         backbone,
         test_batches,
-        walked_cells(rounds_of(calibration), least=least),
+        cells=walked_cells(rounds_of(calibration), least=least),
         permutations=permutations,
         temperatures=temperatures,
     )
@@ -444,8 +444,8 @@ def answers_by_blocks(
 def answers_after(
     backbone: nn.Module,
     batches: DeviceBatches,
-    cells: Sequence[Cell],
     *,
+    cells: Sequence[Cell],
     permutations: Sequence[tuple[int, ...]],
     temperatures: Sequence[float],
 ) -> dict[Cell, AnswersAfter]:

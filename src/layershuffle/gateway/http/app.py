@@ -60,6 +60,7 @@ _DESCRIPTIONS = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text} for status, text in _DESCRIPTIONS.items()
 }
+_NO_MODEL: dict[str, Any] = {"model": ErrorAnswer, "description": "There is no such model."}
 _UNHEALTHY: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "No; `why` has the reasons."}
 }
@@ -141,7 +142,6 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
     )
     app.state.gateway = gateway
     _add_routes(app, gateway)
-    add_cameras(app, gateway)
     if page:
         app.router.routes += page_routes(gateway)
     return app
@@ -170,6 +170,7 @@ def _add_routes(app: FastAPI, gateway: Gateway) -> None:
         description="The body is one image: JPEG, PNG or WebP.",
         summary="Classify an image",
     )
+    add_cameras(app, gateway, responses={404: _NO_MODEL, **errors})
 
     @app.get(
         "/v1/swarm", dependencies=guarded, responses=refusals, summary="The hosts, as they are now"

@@ -31,16 +31,29 @@ _MAX_HEAD = 4096  # bytes of the head of a part
 _HINT = "send multipart/form-data with the file as image, and min_confidence from 0 to 1"
 
 
-def add_cameras(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes for cameras, where the last part of the model's spec is its name."""
+def add_cameras(
+    app: FastAPI, gateway: Gateway, *, responses: dict[int | str, dict[str, Any]]
+) -> None:
+    """Add the routes for cameras, where the last part of the model's spec is its name.
+
+    `responses`: the refusals, for the description of the API.
+    """
     model = re.split(r"[/:]", gateway.model.rstrip("/"))[-1]
 
-    @app.post(f"{CAMERAS}/list", summary="The names of models, as home automation asks for them")
+    @app.post(
+        f"{CAMERAS}/list",
+        responses=responses,
+        summary="The names of models, as home automation asks for them",
+    )
     async def names(request: Request) -> dict[str, Any]:
         await _admitted(request, gateway)
         return {"success": True, "models": [model]}
 
-    @app.post(f"{CAMERAS}/{{name}}", summary="Classify an image, as home automation sends it")
+    @app.post(
+        f"{CAMERAS}/{{name}}",
+        responses=responses,
+        summary="Classify an image, as home automation sends it",
+    )
     async def classify(request: Request, name: str) -> dict[str, Any]:
         plain, form = await _admitted(request, gateway)
         if name != model:
