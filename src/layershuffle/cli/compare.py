@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from layershuffle.ground.errors import UsageError
 from layershuffle.ground.files import user_path
 from layershuffle.ground.settings import read_recipe
 from layershuffle.ground.text import counted, table
+from layershuffle.models.metadata import METADATA_FILE, read_record
 from layershuffle.models.spec import parse_spec
 from layershuffle.scoring.settings import EvalSettings
 
@@ -94,14 +94,12 @@ def settings_of(spec: str) -> dict[str, Any]:
 
     Settings of settings are named as their flags: encoding.table. Empty without a record.
     """
-
     place = user_path(packaged_file(Path(spec.removeprefix("dir:"))))
     stored: dict[str, Any] = {}
     if (place / "settings.yaml").is_file():
         stored = read_recipe(place / "settings.yaml")
-    elif (place / "layershuffle.json").is_file():
-        record = json.loads((place / "layershuffle.json").read_text(encoding="utf-8"))
-        stored = record.get("settings", {})
+    elif (place / METADATA_FILE).is_file():
+        stored = read_record(place).get("settings", {})
     flat: dict[str, Any] = {}
     for name, value in stored.items():
         if isinstance(value, dict):
