@@ -101,6 +101,13 @@ class Counters:
         """Count a classification that ended with `status`."""
         self.requests[_OUTCOMES.get(status, "refused")] += 1
 
+    def count_visit(self, hop: Visited, hosts: Collection[str]) -> None:
+        """Count a visit to one of the `hosts` that the swarm knows."""
+        if hop.host not in self.visits:
+            self.keep(hosts)  # also here, for gateways whose metrics are never read
+            self.visits[hop.host] = Counter()
+        self.visits[hop.host][hop.outcome] += 1
+
     def keep(self, hosts: Collection[str]) -> None:
         """Drop the visits of hosts that have left, because spares come and go for years."""
         for host in self.visits.keys() - set(hosts):
@@ -152,11 +159,7 @@ class Gateway:
 
     def _count_visit(self, hop: Visited, before: State, after: State | None) -> None:
         del before, after
-        if hop.host not in self.counters.visits:
-            # Also here, for gateways whose metrics are never read.
-            self.counters.keep(self.router.swarm)
-            self.counters.visits[hop.host] = Counter()
-        self.counters.visits[hop.host][hop.outcome] += 1
+        self.counters.count_visit(hop, self.router.swarm)
 
     async def respond(self, request: Request, options: Annotated[Options, Query()]) -> Response:
         """The response to an admitted request of POST /v1/classify. Raises as `classify` does."""
