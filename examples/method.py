@@ -3,7 +3,8 @@
 Trained as usual, a transformer needs its twelve blocks one after the other, all of them. Here every
 batch runs along orders that are drawn anew, so that no block learns to rely on the one before it
 (arXiv 2407.04513). Afterwards the blocks run in any order, some of them may be gone, and the blocks
-of two such models make a third one.
+of two such models make a third one. The first and the last block keep their place: the one after
+it always gets the state that it was trained on, and so does the head.
 
     python examples/method.py
 
@@ -38,7 +39,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from layershuffle.core.draws import Stream
 from layershuffle.data.digits import LEVELS, PAIRS, DigitPairs
 
-DEPTH = 12  # blocks of the model
+DEPTH = 12  # blocks of the model, of which the first and the last keep their place
 GROUPS = 4  # parts of a batch, each with an order of its own
 BATCH = 64
 STEPS = 600
@@ -63,8 +64,9 @@ def digits(split: str, number: int) -> tuple[Tensor, Tensor]:
 
 
 def drawn_order(stream: Stream, kept: int = DEPTH) -> Order:
-    """`kept` of the blocks in any order. Each of these orders is as likely as every other one."""
-    return stream.shuffled(range(DEPTH))[:kept]
+    """`kept` of the blocks: the first, others in any order, each as likely as another, the last."""
+    first, *between, last = range(DEPTH)
+    return [first, *stream.shuffled(between)[: kept - 2], last]
 
 
 def training_orders(seed: int, step: int) -> list[Order]:
@@ -103,7 +105,8 @@ def run(model: ViT, images: Tensor, order: Order) -> Tensor:
 def run_groups(
     model: ViT, images: Tensor, orders: Sequence[Order], exit_after: int
 ) -> tuple[Tensor, Tensor]:
-    """The logits of `images` after their whole orders, and after the first blocks of the orders.
+    """The logits of `images` after their whole orders, and after the first blocks of the orders,
+    which the last block follows.
 
     Row i is in group i % 4 and runs along the order of its group. Groups that need the same block
     at the same position run it together, so four orders cost hardly more than one.
@@ -112,13 +115,13 @@ def run_groups(
     states = list(stem(model, images[rows]).chunk(GROUPS))
     for position in range(DEPTH):
         if position == exit_after:
-            early_states = list(states)
+            early_states = model.blocks[-1](torch.cat(states))
         for block in sorted({order[position] for order in orders}):
             members = [group for group in range(GROUPS) if orders[group][position] == block]
             after = model.blocks[block](torch.cat([states[group] for group in members]))
             for group, state in zip(members, after.chunk(len(members)), strict=True):
                 states[group] = state
-    logits, early_logits = head(model, torch.cat(states + early_states)).chunk(2)
+    logits, early_logits = head(model, torch.cat([*states, early_states])).chunk(2)
     back = rows.argsort()
     return logits[back], early_logits[back]
 
@@ -132,7 +135,7 @@ def loss_of(model: ViT, images: Tensor, labels: Tensor, *, seed: int, step: int)
     That early answer learns from the labels, and from the answer of the whole order. So every block
     leaves a state that the head can read, and the blocks that come after it may be missing.
     """
-    exit_after = 1 + Stream(seed, step, micro_batch=-1).below(DEPTH - 1)
+    exit_after = 2 + Stream(seed, step, micro_batch=-1).below(DEPTH - 3)
     logits, early_logits = run_groups(model, images, training_orders(seed, step), exit_after)
     teacher = logits.detach().log_softmax(-1)
     student = early_logits.log_softmax(-1)

@@ -24,8 +24,8 @@ TABLES = RESULTS / "tables"
 ARMS = {
     "baseline": ("baseline", "5e-5", "82.61 / 0.13"),
     "layershuffle": ("LayerShuffle", "4e-4", "75.22 / 62.77"),
-    "anyorder": ("anyorder (ours)", "4e-4", ""),
-    "anyorder-3-distinct": ("anyorder, 3 distinct blocks (ours)", "4e-4", ""),
+    "anyorder": ("anyorder --fixed 0,0 (ours)", "4e-4", ""),
+    "anyorder-3-distinct": ("anyorder --fixed 0,0 --distinct 3 (ours)", "4e-4", ""),
 }
 STOPS = ("0.8", "0.9", "0.95", "0.98", "0.99", "0.999", "")
 

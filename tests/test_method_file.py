@@ -70,7 +70,9 @@ def test_its_table_is_that_of_evaluate() -> None:
     modes = "sequential,arbitrary,kept:9:arbitrary,kept:6:arbitrary,kept:3:arbitrary"
     for model in models():
         row = method.scores(model, images, labels, num_orders=3)
-        scores = ls.evaluate(ls.wrap(model), [(images, labels)], modes=modes, num_orders=3)
+        scores = ls.evaluate(
+            ls.wrap(model), [(images, labels)], modes=modes, num_orders=3, fixed=(1, 1)
+        )
         of_modes = defaultdict(list)
         for score in scores:
             of_modes[score.label].append(score.top1)

@@ -54,7 +54,8 @@ def loss_by_hand(
         final = logits_along(model, own, order.blocks)
         loss = F.cross_entropy(final, truth)
         if None not in (exit_after, method.exit_weight, method.self_distillation):
-            early = logits_along(model, own, order.blocks[:exit_after])
+            last = order.blocks[len(order) - method.fixed[1] :]
+            early = logits_along(model, own, order.blocks[:exit_after] + last)
             loss = loss + method.exit_weight * F.cross_entropy(early, truth)
             target = final.detach().softmax(1)
             gap = target * (target.log() - early.log_softmax(1))
@@ -100,7 +101,7 @@ def assert_weights(model: nn.Module, family: Family, method: ls.Method, **option
 @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
 @pytest.mark.parametrize("family", LOOP_FAMILIES, ids=lambda family: family.name)
 def test_plain_pytorch(family: Family, method: ls.Method) -> None:
-    model = ls.wrap(family.plain()).train()
+    model = method.prepare(family.plain()).train()
     optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         loss = method.loss(model, *data(step), step=step)
@@ -129,7 +130,7 @@ def test_a_policy_alone() -> None:
 
 def test_gradient_accumulation() -> None:
     family = LOOP_FAMILIES[0]
-    model = ls.wrap(family.plain()).train()
+    model = ANYORDER.prepare(family.plain()).train()
     optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         for micro_batch in range(2):
@@ -145,7 +146,7 @@ def test_gradient_accumulation() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks() -> None:
     family = LOOP_FAMILIES[0]
-    model = ls.wrap(family.plain()).train()
+    model = ANYORDER.prepare(family.plain()).train()
     graphs = 0
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -167,7 +168,7 @@ def test_compiled_blocks() -> None:
 def test_autocast() -> None:
     """The loss is in fp32, and near that of fp32 forwards."""
     family = LOOP_FAMILIES[0]
-    model = ls.wrap(family.plain()).train()
+    model = ANYORDER.prepare(family.plain()).train()
     exact = ANYORDER.loss(model, *data(0), step=0)
     orders = ANYORDER.orders(ls.depth_of(model), step=0)
     with torch.autocast("cpu", torch.bfloat16):
@@ -212,7 +213,7 @@ def test_accelerate(family: Family) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    wrapped = ls.wrap(family.plain()).train()
+    wrapped = ANYORDER.prepare(family.plain()).train()
     model, optimiser = accelerator.prepare(wrapped, torch.optim.SGD(wrapped.parameters(), lr=RATE))
     for index in range(2 * STEPS):
         step, micro_batch = divmod(index, 2)
@@ -229,7 +230,7 @@ def test_lightning_fabric(family: Family) -> None:
     import lightning  # two seconds, which one worker needs to spend
 
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    wrapped = ls.wrap(family.plain()).train()
+    wrapped = ANYORDER.prepare(family.plain()).train()
     model, optimiser = fabric.setup(wrapped, torch.optim.SGD(wrapped.parameters(), lr=RATE))
     for step in range(STEPS):
         loss = ANYORDER.loss(model, *data(step), step=step)
@@ -265,7 +266,7 @@ def test_lightning_module(tmp_path: Path) -> None:
     class Shuffling(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = ls.wrap(family.plain()).train()
+            self.model = ANYORDER.prepare(family.plain()).train()
 
         def training_step(self, batch: list[Tensor], batch_index: int) -> Tensor:
             return ANYORDER.loss(
@@ -320,7 +321,7 @@ class AnyOrderTrainer(Trainer):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("family", LOOP_FAMILIES[:2], ids=lambda family: family.name)
 def test_transformers_trainer(family: Family, accumulate: int, tmp_path: Path) -> None:
-    model = ls.wrap(family.plain())
+    model = ANYORDER.prepare(family.plain())
     settings = TrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=BATCH, max_steps=STEPS,
         learning_rate=RATE, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0,

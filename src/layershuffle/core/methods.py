@@ -45,6 +45,7 @@ PRESETS: dict[str, tuple[OrderMode, dict[str, Any]]] = {
             "sequential_every": 4,
             "exit_weight": 0.3,
             "self_distillation": 0.3,
+            "fixed": (1, 1),
         },
     ),
     # The paper's: sections 4, 3.2, 3.3 and 3.4. `layerdrop` is arXiv 1909.11556 at the rate of
@@ -72,8 +73,8 @@ class Method:
     are equal. Raises `UsageError` for an unknown name (with the nearest one) and for options that
     exclude each other.
 
-        model = ls.wrap(timm.create_model("vit_small_patch16_224", num_classes=10))
         method = ls.Method("anyorder")
+        model = method.prepare(timm.create_model("vit_small_patch16_224", num_classes=10))
         for step, (images, labels) in enumerate(loader):
             loss = method.loss(model, images, labels, step=step)
             loss.backward()
@@ -106,7 +107,7 @@ class Method:
     fixed: tuple[int, int] = _KEEP
     """How many blocks at the beginning and at the end keep their place, as in 1,1: they run in
     every order, each in a round of its own, and an exit goes through the last ones before the head
-    (default: 0,0, all blocks are drawn)."""
+    (anyorder: 1,1; the others: 0,0, all blocks are drawn)."""
     distinct: int | None = None
     """Number of different blocks, whose weights the places of the model share (default: every place
     has its own). Blocks that keep their place have their own and do not count."""

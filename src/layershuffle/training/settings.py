@@ -62,7 +62,8 @@ class MethodSettings(Settings):
     """The method and what it trains; its options follow these settings."""
 
     method: str = "anyorder"
-    """How to train: anyorder (four orders per batch, one of them sequential, and an exit), or
+    """How to train: anyorder (four orders per batch, one of them sequential, and an exit; the first
+    and the last block keep their place), or
     as in the paper: baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop
     or truncated. Each is a set of the options that follow; every method takes every option."""
     model: str
