@@ -97,7 +97,7 @@ def by_hand(run):
                 images, truth = pixels[group::groups], labels[group::groups]
                 loss, final = group_loss(model, images, truth, order)
                 if exit_after is not None:
-                    with ls.running(model, order.beginning(exit_after)):
+                    with ls.running(model, order.beginning(exit_after, last=method.fixed[1])):
                         early = model(images)
                     loss = loss + (method.exit_weight or 0.0) * F.cross_entropy(early, truth)
                     own = F.cross_entropy(early, final.softmax(1)) - F.cross_entropy(
