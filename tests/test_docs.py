@@ -352,7 +352,7 @@ def test_the_notebook_holds_the_output_of_every_cell(repository: Path) -> None:
         printed += "".join(output.get("text", []))
     assert pictures == 3
     shuffled = dict(re.findall(r"^(\S+) \{12: '(\S+) %'", printed, re.MULTILINE))
-    assert float(shuffled["fine-tuned"]) > 60 > 10 > float(shuffled["ordinary"])
+    assert float(shuffled["fine-tuned"]) > 60 > 20 > float(shuffled["ordinary"])
     # The command that made them is on the page and in the notebook.
     command = "jupyter nbconvert --to notebook --execute --inplace docs/examples/layershuffle.ipynb"
     assert command in (repository / "docs" / "index.md").read_text()
