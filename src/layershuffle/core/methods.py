@@ -328,11 +328,41 @@ class Method:
         """
         from layershuffle.core.checks.parts import check_parts
         from layershuffle.core.checks.steps import warn_of_step_again
-        from layershuffle.core.losses import loss_of_orders
         from layershuffle.core.stack import stack_of
 
         check_parts(model, distinct=self.distinct, position=self.position, fixed=self.fixed)
         warn_of_step_again(stack_of(model), images, method=self, step=(step, micro_batch, rank))
+        return self.unchecked_loss(
+            model,
+            images,
+            labels=labels,
+            orders=orders,
+            step=step,
+            micro_batch=micro_batch,
+            rank=rank,
+            criterion=criterion,
+            logits=logits,
+        )
+
+    def unchecked_loss(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        *,
+        labels: Tensor,
+        orders: Sequence[ExecutionOrder],
+        step: int,
+        micro_batch: int = 0,
+        rank: int = 0,
+        criterion: Criterion | tuple[Criterion, Criterion] | None = None,
+        logits: Callable[[Any], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `loss_and_logits`, for a model that `prepare` made and a loop whose steps count on.
+
+        Nothing of that is checked.
+        """
+        from layershuffle.core.losses import loss_of_orders
+
         return loss_of_orders(
             model,
             images,

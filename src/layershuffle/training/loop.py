@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.evaluation import evaluate
-from layershuffle.core.losses import loss_of_orders
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode
+from layershuffle.core.stack import recomputing
 from layershuffle.ground.errors import TrainingError
 from layershuffle.ground.text import one_line, unheard
 from layershuffle.training.checkpoints import save_checkpoint
@@ -100,24 +101,15 @@ def train(
             images, targets = _inputs(state, pixels, labels, micro_batch)
             place = {"step": state.step, "micro_batch": micro_batch, "rank": job.order_rank}
             orders = job.method.orders(job.depth, **place)
-            with (
-                state.recomputing(),
-                job.compiler.step(images.shape, {block for order in orders for block in order}),
-                state.averaging(last=micro_batch == len(micro_batches) - 1),
+            forward = partial(
+                job.method.unchecked_loss, model, images, labels=targets, orders=orders, **place
+            )
+            compiled = job.compiler.reason is None
+            with _around_forward(
+                state, orders, shape=images.shape, last=micro_batch == len(micro_batches) - 1
             ):
-                # What `Method.loss` checks holds here: the model is prepared, and steps count on.
-                forward = partial(
-                    loss_of_orders,
-                    model,
-                    images,
-                    labels=targets,
-                    orders=orders,
-                    exit_after=job.method.exit_after(orders, **place),
-                    exit_weight=job.method.exit_weight or 0.0,
-                    self_distillation=job.method.self_distillation or 0.0,
-                )
-                with state.autocast():
-                    loss, logits = job.compiler.or_eager(forward)
+                with state.autocast:
+                    loss, logits = job.compiler.or_eager(forward) if compiled else forward()
                 loss = loss / (in_step / len(labels))  # the last forward may be a smaller one
                 on_phase("backward", state.step)
                 torch.autograd.backward(loss)
@@ -168,6 +160,28 @@ def _inputs(
         micro_batch=micro_batch,
         rank=job.ranks.rank,
     )
+
+
+@contextmanager
+def _around_forward(
+    state: TrainState, orders: Sequence[ExecutionOrder], *, shape: torch.Size, last: bool
+) -> Iterator[None]:
+    """Around forward and backward of a micro-batch: what the run asks for beside the precision.
+
+    `shape` is that of its images; `last`: no other micro-batch of the step follows.
+    """
+    job = state.job
+    with ExitStack() as contexts:
+        if job.settings.activation_checkpointing:
+            contexts.enter_context(recomputing(state.model))
+        if job.compiler.reason is None:
+            blocks = {block for order in orders for block in order}
+            contexts.enter_context(job.compiler.step(shape, blocks))
+        # Shards reduce their gradients with every micro-batch, because those of a block that the
+        # last one leaves out would be lost otherwise.
+        if state.ddp is not None and not last:
+            contexts.enter_context(state.ddp.no_sync())
+        yield
 
 
 def _finish_row(
@@ -262,7 +276,7 @@ def _scores(state: TrainState, model: nn.Module, *, tell: Tell) -> dict[str, flo
         tell("scoring", step=state.step, images=done, total=total)
 
     try:
-        with state.autocast(), torch.no_grad():
+        with state.autocast, torch.no_grad():
             return state.job.compiler.or_eager(lambda: score(state.job, model, on_images=on_images))
     except torch.OutOfMemoryError as error:
         # The rest of torch's message describes its allocator; the first sentence is enough.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler, set_seed
 
-from layershuffle.core.stack import recomputing
 from layershuffle.ground.errors import TrainingError
 from layershuffle.training.job import Job
 from layershuffle.training.optimizer import make_optimizer
@@ -28,16 +26,17 @@ class TrainState:
     """The state of a run.
 
     `model` is saved and scored; `ddp` holds the same model and averages its gradients over several
-    processes. `whole` is a copy with room for all weights if every process holds only a part of
-    them. `best` is the lowest held-out cross-entropy so far, `earlier_seconds` the time before the
-    last resume. `images_trained` counts the images of all processes so far, in steps that took
-    `step_seconds`.
+    processes. `autocast` is the context of forwards, in the precision of the run. `whole` is a copy
+    with room for all weights if every process holds only a part of them. `best` is the lowest
+    held-out cross-entropy so far, `earlier_seconds` the time before the last resume.
+    `images_trained` counts the images of all processes so far, in steps that took `step_seconds`.
     """
 
     job: Job
     device: torch.device
     model: nn.Module
     ddp: DistributedDataParallel | None
+    autocast: torch.autocast
     optimizer: Optimizer
     scheduler: LRScheduler
     whole: nn.Module | None
@@ -58,24 +57,6 @@ class TrainState:
             return self.model
         self.whole.load_state_dict(get_model_state_dict(self.model, options=WHOLE))
         return self.whole
-
-    def autocast(self) -> AbstractContextManager[None]:
-        """A context for forwards in the precision of the run."""
-        enabled = self.job.precision == "bf16"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
-
-    def averaging(self, *, last: bool) -> AbstractContextManager[None]:
-        """A context for forward and backward of a micro-batch: only the `last` averages gradients.
-
-        This is so with DDP. Shards reduce their gradients with every micro-batch, because those of
-        a block that the last one leaves out would be lost otherwise.
-        """
-        return nullcontext() if self.ddp is None or last else self.ddp.no_sync()
-
-    def recomputing(self) -> AbstractContextManager[None]:
-        """A context for forward and backward, which runs blocks again if the run asks for it."""
-        again = self.job.settings.activation_checkpointing
-        return recomputing(self.model) if again else nullcontext()
 
     def refuse_non_finite(self, value: float) -> None:
         """Raises `TrainingError` unless `value`, a loss or a score, is finite."""
@@ -123,6 +104,7 @@ def new_state(job: Job) -> TrainState:
         device=device,
         model=model,
         ddp=ddp,
+        autocast=torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16"),
         optimizer=optimizer,
         scheduler=scheduler,
         whole=whole,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from layershuffle.core.compiling import OFF
-from layershuffle.core.losses import loss_of_orders
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import drawn_blocks
+from layershuffle.core.stack import recomputing
 from layershuffle.core.torch_private import graph_limit_error
 from layershuffle.ground.errors import TrainingError
 from layershuffle.training.job import Job
@@ -79,17 +79,11 @@ def try_forward(state: TrainState, images: int) -> None:
         with job.compiler.step(inputs.shape, range(job.depth)):
             for orders in warmup_orders(job):
                 forward = partial(
-                    loss_of_orders,
-                    model,
-                    inputs,
-                    labels=labels,
-                    orders=orders,
-                    exit_after=job.method.exit_after(orders, step=0),
-                    exit_weight=job.method.exit_weight or 0.0,
-                    self_distillation=job.method.self_distillation or 0.0,
+                    job.method.unchecked_loss, model, inputs, labels=labels, orders=orders, step=0
                 )
-                with state.recomputing():
-                    with state.autocast():
+                again = job.settings.activation_checkpointing
+                with recomputing(model) if again else nullcontext():
+                    with state.autocast:
                         loss, _ = job.compiler.or_eager(forward)
                     torch.autograd.backward(loss)
 
