@@ -8,8 +8,8 @@ a host that runs in this process. A file is listed where the first of its functi
 is imported on the way does not count.
 
 What else runs meanwhile is listed apart, as far as its files are not in the walk: in `eval` what
-reads the command and opens model and data, once for all orders; in a gateway what it does whether
-or not there is a request, by its timers and for every connection.
+reads the command, opens model and data and prepares the machine, once for all orders; in a gateway
+what it does whether or not there is a request, by its timers and for every connection.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import urllib.request
 from asyncio import run
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from inspect import unwrap
 from pathlib import Path
 from types import FrameType
 from unittest.mock import patch
@@ -36,7 +37,10 @@ from PIL import Image
 import layershuffle as ls
 import layershuffle_host
 from layershuffle.cli import main, parse
+from layershuffle.cli.command import ComputingCommand
+from layershuffle.core.compiling import BlockCompiler
 from layershuffle.ground.bundled import asset
+from layershuffle.ground.machine import hardware, versions
 from layershuffle.models import load
 from layershuffle.scoring import evaluate_spec
 from layershuffle_host.host import Host
@@ -45,10 +49,21 @@ PACKAGES = [Path(*package.__path__) for package in (ls, layershuffle_host)]
 MODEL = "timm:vit_tiny_patch16_224?pretrained=false&img_size=32&embed_dim=32&depth=4&num_heads=2"
 _PATIENCE = 120.0  # seconds until a swarm is up
 # What `eval` does once, however many orders it scores.
+_READING = "reading the command, once for all orders"
+_MODEL = "opening the model, once for all orders"
+_DATA = "opening the data, once for all orders"
+_MACHINE = "preparing the machine and naming it in the report, once for all orders"
 _ONCE = {
-    parse.__code__: "reading the command, once for all orders",
-    load.__code__: "opening the model, once for all orders",
-    evaluate_spec.open_scored.__code__: "opening the data, once for all orders",
+    parse.__code__: _READING,
+    load.__code__: _MODEL,
+    evaluate_spec.open_scored.__code__: _DATA,
+    unwrap(ComputingCommand.computing).__code__: _MACHINE,
+    evaluate_spec.scoring_device.__code__: _MACHINE,
+    evaluate_spec.block_compiler.__code__: _MACHINE,
+    evaluate_spec.prepare.__code__: _MACHINE,
+    BlockCompiler.report.__code__: _MACHINE,
+    hardware.__code__: _MACHINE,
+    versions.__code__: _MACHINE,
 }
 # Where the event loop enters a gateway without a request: the looks at connections, hosts and
 # files, the audits of hosts, and what is done once for a connection.

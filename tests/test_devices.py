@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from layershuffle.core.tensors import in_float64
 from layershuffle.ground.errors import SettingsError, UsageError
-from layershuffle.ground.machine import choose_precision, device_of, in_float64
+from layershuffle.ground.machine import choose_precision, device_of
 from layershuffle.training.settings import FitSettings
 from refusals import refuses
 

@@ -17,10 +17,10 @@ def test_the_walks_of_an_image_an_order_and_a_request(repository: Path) -> None:
             walks[-1].append(line.strip())
     counts = [int(line.split()[-2]) for line in run.stdout.splitlines() if line.endswith(" files")]
     assert counts == [len(files) for files in walks]
-    fit, evaluation, command, model, data, request, meanwhile = walks
+    fit, evaluation, command, machine, model, data, request, meanwhile = walks
     # docs/architecture.md says what the longest of them are for: a longer one needs a reason.
-    assert len(fit) <= 21
-    assert len(evaluation) <= 23
+    assert len(fit) <= 19
+    assert len(evaluation) <= 20
     assert fit[0] == "layershuffle/training/loop.py"
     assert "layershuffle/core/entries.py" in fit
     assert "layershuffle/core/draws.py" in fit
@@ -30,10 +30,14 @@ def test_the_walks_of_an_image_an_order_and_a_request(repository: Path) -> None:
     assert "layershuffle/scoring/settings.py" in command
     assert model[0] == "layershuffle/models/store.py"
     assert "layershuffle/data/loading.py" in data
-    for once in (command, model, data):
+    assert "layershuffle/ground/machine.py" in machine
+    for once in (command, machine, model, data):
         assert not set(evaluation) & set(once)
-    # The order is given and nothing is tried.
+    # The order is given, it is the only one, and nothing is tried.
     assert "layershuffle/core/draws.py" not in evaluation
+    assert "layershuffle/core/forwards.py" not in evaluation
+    # The blocks are not compiled.
+    assert "layershuffle/core/compiling.py" not in fit
     assert "layershuffle_host/blocks.py" in request
     # Nobody assigns blocks or looks at files for a request.
     assert "layershuffle/gateway/hosts/coordinator.py" in meanwhile

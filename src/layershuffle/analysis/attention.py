@@ -32,7 +32,7 @@ from layershuffle.analysis.position_table import (
 from layershuffle.analysis.results import Measurement, Tables, with_interval
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
-from layershuffle.ground.machine import in_float64
+from layershuffle.core.tensors import in_float64
 
 # Positional arguments of scaled_dot_product_attention.
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -34,7 +34,7 @@ from layershuffle.analysis.results import Measurement, Tables, with_interval
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import running, tap
-from layershuffle.ground.machine import in_float64
+from layershuffle.core.tensors import in_float64
 from layershuffle.models.stem_head import refuse_more_than_blocks, run_head, run_stem
 
 _TOLERANCE = 1e-3  # of the centred logit, relative to the largest of the batch

@@ -29,7 +29,7 @@ from layershuffle.core.checks.trials import forget
 from layershuffle.core.forwards import block_runs, run_many
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import stack_of
-from layershuffle.ground.machine import in_float64
+from layershuffle.core.tensors import in_float64
 
 _SHARE = 0.25  # an order costs depth (depth + 1) / 2 block runs here, but `depth` in other analyses
 

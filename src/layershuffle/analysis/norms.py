@@ -33,7 +33,7 @@ from layershuffle.analysis.results import Measurement, Tables, with_interval
 from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.hooks import Step
 from layershuffle.core.stack import blocks_of
-from layershuffle.ground.machine import in_float64
+from layershuffle.core.tensors import in_float64
 
 # Names of the attention module in the model libraries; other children keep their names.
 _NAMES = {"attn": "attention", "self_attn": "attention", "self_attention": "attention"}

@@ -23,10 +23,9 @@ from layershuffle.core.forwards import images_at_once, run_many
 from layershuffle.core.orders import ExecutionOrder, check_ends, order_of
 from layershuffle.core.policies import Mode, parse_modes
 from layershuffle.core.runs import in_eval
-from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of
-from layershuffle.core.tensors import Logits, logits_of
+from layershuffle.core.stack import blocks_of, depth_of, fixed_of, running, stack_of
+from layershuffle.core.tensors import Logits, in_float64, logits_of
 from layershuffle.ground.errors import DataError, UsageError
-from layershuffle.ground.machine import in_float64
 
 Draw = Literal["pass", "batch"]
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -290,7 +289,13 @@ def _score_batch(
     # An image that stops when it is sure runs along every beginning of its order.
     one_order = stop is None and len(set(orders)) == 1
     for images, labels in micro_batches(model, batch, one_order=one_order, forward=forward):
-        if stop is None:
+        if one_order:
+            # The order kept the ends when its column was made.
+            with running(model, orders[0], fixed=(0, 0)):
+                logits = forward(images)
+            for column in columns:
+                column.tally.add(logits, labels)
+        elif stop is None:
             for index, logits in run_many(model, images, orders=orders, forward=forward):
                 columns[index].tally.add(logits, labels)
         else:

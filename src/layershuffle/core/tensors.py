@@ -89,3 +89,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         # A copy from pageable memory waits in spite of `non_blocking`.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """`tensor` in float64, on the CPU where its device has no such numbers: the GPU of a Mac."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()

@@ -14,13 +14,10 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.text import counted
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Device = str
 """Where to compute: auto (a GPU if there is one), cpu, cuda, cuda:1 (this one of several GPUs) or
@@ -188,11 +185,6 @@ def device_of(choice: Device) -> Literal["cpu", "cuda", "mps"]:
             )
         torch.cuda.set_device(int(number))
     return "cuda"
-
-
-def in_float64(tensor: Tensor) -> Tensor:
-    """`tensor` in float64, on the CPU where its device has no such numbers: the GPU of a Mac."""
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 @contextmanager

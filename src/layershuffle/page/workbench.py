@@ -24,14 +24,13 @@ from torchvision.utils import make_grid
 from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.position import backbone_of
 from layershuffle.core.stack import depth_of, fixed_of, running, wrap
-from layershuffle.core.tensors import logits_of
+from layershuffle.core.tensors import in_float64, logits_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.gateway.http.images import PAIR, pair_names, takes_pairs
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import DataError, UsageError
-from layershuffle.ground.machine import in_float64
 from layershuffle.images.pixels import SKIP_HINT, read_image
 from layershuffle.images.view import ImageView
 from layershuffle.models import (

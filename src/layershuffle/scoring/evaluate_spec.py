@@ -82,8 +82,9 @@ def evaluate_spec(
     compiler = block_compiler(settings)
     prepare(model.to(place), settings.precision, compiler=compiler)
     batches = batches_of(data, "test", settings=settings, device=place)
-    scores = compiler.run(
-        lambda: evaluate(
+
+    def score() -> list[Score]:
+        return evaluate(
             model,
             batches,
             modes=modes,
@@ -95,7 +96,8 @@ def evaluate_spec(
             fixed=fixed,
             on_images=lambda done: progress("images", done, split.size),
         )
-    )
+
+    scores = compiler.run(score) if settings.compile else score()
     report = compiler.report()
     # `recompiles` counts training steps only, so it would always be 0 here.
     blocks = {name: report[name] for name in ("mode", "reason", "graphs")}

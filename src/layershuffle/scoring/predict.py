@@ -15,13 +15,12 @@ from layershuffle.core.orders import ExecutionOrder, order_of
 from layershuffle.core.policies import parse_modes
 from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import depth_of, fixed_of, running
-from layershuffle.core.tensors import logits_of
+from layershuffle.core.tensors import in_float64, logits_of
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.ground.bundled import packaged_file
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.files import user_path
-from layershuffle.ground.machine import in_float64
 from layershuffle.ground.text import Progress, unheard
 from layershuffle.images.pixels import SKIP_HINT, read_image
 from layershuffle.models import class_names_of, file_view, load, num_classes_of
