@@ -99,7 +99,11 @@ def train(
         for micro_batch, (pixels, labels) in enumerate(micro_batches):
             on_phase("forward", state.step)
             images, targets = _inputs(state, pixels, labels, micro_batch)
-            place = {"step": state.step, "micro_batch": micro_batch, "rank": job.order_rank}
+            place: dict[str, Any] = {
+                "step": state.step,
+                "micro_batch": micro_batch,
+                "rank": job.order_rank,
+            }
             orders = job.method.orders(job.depth, **place)
             forward = partial(
                 job.method.unchecked_loss, model, images, labels=targets, orders=orders, **place
