@@ -17,12 +17,12 @@ import layershuffle as ls
 from layershuffle.data import DataOptions, ImageView, open_data
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.gateway.http.admission import GatewayLimits
-from layershuffle.gateway.http.images import image_batch
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.images import pixels as module
 from layershuffle.images.pixels import (
     extensions,
     formats,
+    image_batch,
     normalised,
     pillow_mode,
     read_image,

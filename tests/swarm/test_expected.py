@@ -14,8 +14,8 @@ from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.calibration.calibration import calibration_of
 from layershuffle.gateway.client.labelled import labelled_images
 from layershuffle.gateway.hosts.remote_model import RemoteModel
-from layershuffle.gateway.http.images import image_batch
 from layershuffle.gateway.http.requests import Gateway, Options
+from layershuffle.images.pixels import image_batch
 from layershuffle.models import load
 from waiting import until
 

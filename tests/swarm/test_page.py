@@ -24,8 +24,7 @@ from layershuffle.core.tensors import logits_of
 from layershuffle.data.digits import DigitPairs
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.gateway.http.admission import GatewayLimits
-from layershuffle.gateway.http.files import HEADERS, runtime
-from layershuffle.gateway.http.images import pair_names
+from layershuffle.gateway.http.files import HEADERS, pair_names, runtime
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError
 from layershuffle.images.pixels import read_image

@@ -24,16 +24,11 @@ from PIL import ExifTags, Image, PngImagePlugin
 from common import CLASSES
 from layershuffle.core.stack import running
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.http import images
 from layershuffle.gateway.http.admission import GatewayLimits
-from layershuffle.gateway.http.images import (
-    MAX_CHUNKS,
-    count_markers,
-    image_batch,
-    without_metadata,
-)
 from layershuffle.gateway.http.listening import listening
 from layershuffle.gateway.http.operator import add_operator
+from layershuffle.images import pixels
+from layershuffle.images.pixels import MAX_CHUNKS, count_markers, image_batch, without_metadata
 from layershuffle.models import image_view
 from pictures import file_of
 from waiting import HANGS
@@ -150,7 +145,7 @@ def grey(width, height):
 @pytest.mark.parametrize("size", [(1, 24_999_999), (24_999_999, 1), (2, 16_385), (16_385, 1500)])
 def test_long_sides_are_refused_before_anything_is_decoded(size, monkeypatch):
     """Resizing one side of them would take 40 to 1,600 bytes for each pixel of the other."""
-    monkeypatch.setattr(images, "upright", lambda image: pytest.fail("decoded"))
+    monkeypatch.setattr(pixels, "upright", lambda image: pytest.fail("decoded"))
 
     async def go(place):
         return await place.classify(grey(*size))
@@ -165,7 +160,7 @@ import json, sys
 from pathlib import Path
 from layershuffle.ground.errors import DataError
 from layershuffle.images.view import ImageView
-from layershuffle.gateway.http.images import image_batch
+from layershuffle.images.pixels import image_batch
 
 def peak():
     (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]

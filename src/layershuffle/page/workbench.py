@@ -28,7 +28,7 @@ from layershuffle.core.tensors import in_float64, logits_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.class_names import numbered
 from layershuffle.data.transforms import PixelFinish, PlainTransform
-from layershuffle.gateway.http.images import PAIR, pair_names, takes_pairs
+from layershuffle.gateway.http.files import PAIR, pair_names, takes_pairs
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.images.pixels import SKIP_HINT, read_image

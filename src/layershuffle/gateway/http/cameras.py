@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.types import Message as Event
 
 from layershuffle.gateway.http.errors import HTTPError
-from layershuffle.gateway.http.images import FORMATS, without_metadata
 from layershuffle.gateway.http.requests import Gateway, Options
 from layershuffle.ground.errors import UsageError
+from layershuffle.images.pixels import FORMATS, without_metadata
 
 CAMERAS = "/v1/vision/custom"
 MIN_CONFIDENCE = 0.45

@@ -7,7 +7,9 @@ the API of the gateway. No model runs in its process for them, and torch is not 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
 from http import HTTPStatus
 from mimetypes import MimeTypes
 from pathlib import Path
@@ -18,13 +20,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from layershuffle.gateway.http.images import takes_pairs
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.extras import install_line, installed
+from layershuffle.images.view import ImageView
 
 if TYPE_CHECKING:
     from layershuffle.gateway.http.requests import Gateway
 
+PAIR = (1, 12, 20)
+"""Channels, height and width of the packaged test pairs, as in data/digits.py, which imports
+scikit-learn."""
 HEADERS = {
     # Nothing is loaded from elsewhere, no script is inline, and no other page may frame it.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
@@ -138,3 +143,14 @@ def join_address(gateway: str, *, token: str) -> str:
     The token stands behind the #, which no request carries.
     """
     return f"{gateway.rstrip('/')}/join#{quote(token, safe='')}"
+
+
+def takes_pairs(view: ImageView, names: Sequence[str]) -> bool:
+    """Whether the packaged test pairs fit the image size and the class names of a model."""
+    return (view.channels, view.height, view.width) == PAIR and set(pair_names()) <= set(names)
+
+
+@cache
+def pair_names() -> tuple[str, ...]:
+    """The class names of the packaged test pairs."""
+    return tuple(json.loads(asset("page", "pairs.json").read_text(encoding="utf-8")))

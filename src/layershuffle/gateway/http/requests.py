@@ -25,10 +25,10 @@ from layershuffle.gateway.calibration.calibration import (
     expected_when_asked,
 )
 from layershuffle.gateway.hosts.remote_model import RemoteModel
-from layershuffle.gateway.http.admission import Admission, GatewayLimits, Keys
+from layershuffle.gateway.http.admission import BODY_HINT, Admission, GatewayLimits, Keys
 from layershuffle.gateway.http.answers import Classification, classification
-from layershuffle.gateway.http.images import image_batch
-from layershuffle.ground.errors import UsageError
+from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.images.pixels import image_batch
 
 if TYPE_CHECKING:
     from layershuffle.gateway.hosts.coordinator import Coordinator
@@ -178,6 +178,8 @@ class Gateway:
         confidence = self._confidence(options)
         clock = self.router.clock
         async with self.admission.received(request) as received:
+            if not received.body:
+                raise DataError("There is no image in the request", hint=BODY_HINT)
             begun = clock()
             deadline_ms = options.deadline_ms or self.router.limits.deadline_ms
             deadline = begun + deadline_ms / _MILLI
