@@ -28,9 +28,8 @@ from _harness import Bound, Claim, ClaimRow, run_claim
 from layershuffle.export import export_model
 from layershuffle.gateway.brain.settings import DEFAULT_MODEL
 from layershuffle.gateway.brain.state import Visit
-from layershuffle.gateway.calibration.served import ServedModel, served_directory
 from layershuffle.gateway.hosts.coordinator import Coordinator
-from layershuffle.gateway.hosts.remote_model import RemoteModel
+from layershuffle.gateway.hosts.served_model import RemoteModel, ServedModel, served_directory
 from layershuffle.gateway.hosts.service import running_service
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.app import create_app

@@ -22,12 +22,11 @@ from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.gateway.brain.settings import DEFAULT_MODEL
-from layershuffle.gateway.calibration.calibration import calibration_of
-from layershuffle.gateway.calibration.served import ServedModel, served_directory
 from layershuffle.gateway.client.client import AsyncSwarmClient
 from layershuffle.gateway.client.judging import COLUMNS, Ask, Reply, asking, cells, judged, sent
 from layershuffle.gateway.client.labelled import labelled_images
 from layershuffle.gateway.hosts.coordinator import Coordinator
+from layershuffle.gateway.hosts.served_model import ServedModel, served_directory
 from layershuffle.gateway.hosts.service import running_service
 from layershuffle.gateway.http.app import create_app
 from layershuffle.gateway.http.requests import Gateway
@@ -130,7 +129,7 @@ class Drill:
 async def measure(scenarios: Sequence[ScenarioName], requests: int) -> list[ClaimRow]:
     """A row for each scenario, all on one swarm."""
     model = ServedModel(served_directory(DEFAULT_MODEL))
-    calibration = calibration_of(model)
+    calibration = model.calibration
     assert calibration is not None
     images = labelled_images(load(DEFAULT_MODEL), calibration.data, count=requests)
     rows = []

@@ -16,8 +16,8 @@ from _clocks import SMOKE, Effort
 from _harness import Bound, Claim, ClaimRow, run_claim
 
 from layershuffle.gateway.brain.settings import DEFAULT_MODEL
-from layershuffle.gateway.calibration.calibration import calibration_of, rounds_of
-from layershuffle.gateway.calibration.served import ServedModel, served_directory
+from layershuffle.gateway.calibration.calibration import rounds_of
+from layershuffle.gateway.hosts.served_model import ServedModel, served_directory
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # where the simulation is
 
@@ -37,7 +37,7 @@ def row(requests: int, *, pipeline: bool, take_over: bool) -> ClaimRow:
 
     `take_over`: whether hosts that are up get the blocks of those that are away.
     """
-    calibration = calibration_of(ServedModel(served_directory(DEFAULT_MODEL)))
+    calibration = ServedModel(served_directory(DEFAULT_MODEL)).calibration
     assert calibration is not None
     devices = {
         f"host-{host + 1}": SimulatedDevice(

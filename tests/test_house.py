@@ -34,8 +34,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # No torch in a gateway: of the method it knows orders alone.
     "gateway": (),
     "gateway.brain": ("core",),
-    "gateway.calibration": ("gateway.brain", "models", "export"),
-    "gateway.hosts": ("gateway.brain", "gateway.calibration"),
+    "gateway.calibration": ("gateway.brain", "models"),
+    "gateway.hosts": ("gateway.brain", "gateway.calibration", "models", "export"),
     "gateway.http": ("gateway.brain", "gateway.calibration", "gateway.hosts", "images", "models"),
     # It runs where torch is: asking a gateway, and measuring what its answers may promise.
     "gateway.client": (

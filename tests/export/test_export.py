@@ -26,7 +26,7 @@ from layershuffle.core.stack import blocks_of
 from layershuffle.export import export_model, export_whole, folder
 from layershuffle.export.folder import _accuracy, _constants
 from layershuffle.export.graphs import BlockForm, BlockPrecision, block_alone, form_of
-from layershuffle.gateway.calibration.served import served_directory
+from layershuffle.gateway.hosts.served_model import served_directory
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import ModelFileError, StackError, UsageError
 from layershuffle.ground.text import unheard

@@ -18,10 +18,10 @@ from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.policy import Cell, Rounds, Route
 from layershuffle.gateway.brain.settings import Wire
 from layershuffle.gateway.brain.state import State, Visit
-from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.router import Router
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.hosts.service import background
 from layershuffle.gateway.http.listening import listening
 from layershuffle.ground.bundled import asset

@@ -24,8 +24,8 @@ from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.state import Answer, HostState, Swarm
 from layershuffle.gateway.brain.sureness import CellAccuracy
 from layershuffle.gateway.calibration.calibration import Calibration
-from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.hosts.router import Router
+from layershuffle.gateway.hosts.served_model import RemoteModel
 from layershuffle.gateway.http.admission import Keys
 from layershuffle.gateway.http.app import create_app
 from layershuffle.gateway.http.requests import Gateway

@@ -23,8 +23,8 @@ from layershuffle.cli.asking import ServerOptions
 from layershuffle.cli.serving import UpCommand
 from layershuffle.gateway.brain.settings import SwarmSettings
 from layershuffle.gateway.brain.state import Swarm
-from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.client.client import AsyncSwarmClient, SwarmClient, SwarmError
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.listening import listening
 from layershuffle.gateway.http.secrets import client_context, read_keys, server_context

@@ -11,9 +11,8 @@ from virtual_site import VirtualHost, VirtualSite, virtual_gateway
 
 from clock import AtOnce, loop_time, run_virtual
 from layershuffle.gateway.brain.limits import Limits
-from layershuffle.gateway.calibration.calibration import calibration_of
 from layershuffle.gateway.client.labelled import labelled_images
-from layershuffle.gateway.hosts.remote_model import RemoteModel
+from layershuffle.gateway.hosts.served_model import RemoteModel
 from layershuffle.gateway.http.requests import Gateway, Options
 from layershuffle.images.pixels import image_batch
 from layershuffle.models import load
@@ -67,7 +66,7 @@ def measured(count: int) -> dict[str, dict[str, tuple[int, float, float]]]:
                 pixels = image_batch(labelled.image, view=view, most_pixels=10**6)
                 images.append((pixels, labelled.label))
             threads: Executor = AtOnce()
-            remote = RemoteModel(model, site.router, calibration=calibration_of(model))
+            remote = RemoteModel(model, site.router, calibration=model.calibration)
             gateway = Gateway(remote, site.coordinator, decoder_threads=threads)
             block = model.weights[0].size
             hosts = [VirtualHost(site, f"host-{n}", memory=3 * block + 9) for n in range(4)]

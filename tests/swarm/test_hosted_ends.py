@@ -20,12 +20,10 @@ from layershuffle.export import export_model, export_whole
 from layershuffle.gateway.brain.sureness import probabilities
 from layershuffle.gateway.calibration.calibration import (
     CALIBRATION,
-    calibration_of,
     write_calibration,
 )
-from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.client.calibrate import calibrate
-from layershuffle.gateway.hosts.remote_model import Classified, RemoteModel
+from layershuffle.gateway.hosts.served_model import Classified, RemoteModel, ServedModel
 from layershuffle.gateway.http.answers import classification
 from layershuffle.ground.errors import UsageError
 from layershuffle.models import image_view, truncate
@@ -159,7 +157,7 @@ def test_a_request_that_is_sure_has_passed_through_the_last_block(
     saved: Path, files: Path, tmp_path: Path
 ) -> None:
     model, served = ls.load(str(saved)), ServedModel(files)
-    calibration = calibration_of(served)
+    calibration = served.calibration
     assert calibration is not None
     assert [row.kept for row in calibration.queue] == [1, 2, 3, 4], "only these can be lost"
     assert len(calibration.temperatures) == len(HOSTED)

@@ -17,7 +17,7 @@ from gateway_site import site
 from page_site import NARROW, WIDE, chromium, served, visit
 from PIL import Image
 
-from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.hosts.service import running_service
 from layershuffle.gateway.http.app import create_app
 from layershuffle.gateway.http.operator import add_operator

@@ -17,7 +17,7 @@ from layershuffle.cli import main
 from layershuffle.cli.asking import describe_answer
 from layershuffle.gateway.brain.settings import SwarmSettings
 from layershuffle.gateway.calibration.calibration import Expected
-from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.http import start
 from layershuffle.gateway.http.answers import Classification, Guess, Times
 from layershuffle.gateway.http.operator import find_operator, published, state_directory

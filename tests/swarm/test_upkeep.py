@@ -23,8 +23,8 @@ from starlette.applications import Starlette
 from layershuffle.cli import main
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.settings import SwarmSettings
-from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.coordinator import Coordinator
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.hosts.service import running_service
 from layershuffle.gateway.http import upkeep as upkeep_of
 from layershuffle.gateway.http.listening import listening

@@ -10,7 +10,7 @@ import sys
 
 import httpx
 
-from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.hosts.service import running_service
 from layershuffle.gateway.http.app import create_app
 from layershuffle.gateway.http.files import join_routes, runtime

@@ -99,7 +99,7 @@ class UpCommand(Command):
 
         import asyncio
 
-        from layershuffle.gateway.calibration.served import ServedModel, served_directory
+        from layershuffle.gateway.hosts.served_model import ServedModel, served_directory
         from layershuffle.gateway.http.start import Serving, serve_swarm
 
         say = steps()

@@ -17,7 +17,7 @@ from layershuffle.ground.text import table
 if TYPE_CHECKING:
     from layershuffle.gateway.client.judging import Labelled
     from layershuffle.gateway.hosts.coordinator import Coordinator
-    from layershuffle.gateway.hosts.remote_model import RemoteModel
+    from layershuffle.gateway.hosts.served_model import RemoteModel
 
 PIPELINE = (
     "While six hosts are away for 30 s every 60 s (simulated, two copies of each block), a swarm "
@@ -49,8 +49,8 @@ class DemoCommand(Command):
         import math
         import secrets
 
-        from layershuffle.gateway.calibration.served import ServedModel, served_directory
         from layershuffle.gateway.client.labelled import labelled_images
+        from layershuffle.gateway.hosts.served_model import ServedModel, served_directory
         from layershuffle.gateway.hosts.service import running_service
         from layershuffle.gateway.http.start import local_hosts
         from layershuffle.models import load

@@ -1,1 +1,1 @@
-"""What to expect of k blocks, and the exported model that a gateway serves."""
+"""What to expect of k blocks."""

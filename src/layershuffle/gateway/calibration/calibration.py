@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
@@ -25,9 +25,6 @@ from layershuffle.ground.files import user_path, write_text
 from layershuffle.ground.rows import Count, Percent
 from layershuffle.ground.stats import mean
 from layershuffle.models.manifest import CALIBRATION
-
-if TYPE_CHECKING:
-    from layershuffle.gateway.calibration.served import ServedModel
 
 NEVER = (
     "the model was never calibrated (layershuffle swarm calibrate MODEL --data SPEC, then start "
@@ -123,14 +120,6 @@ def calibration_path(model: str) -> Path:
 def write_calibration(calibration: Calibration, path: Path) -> None:
     """Write `calibration` to `path`, atomically."""
     write_text(path, calibration.model_dump_json(by_alias=True, indent=1) + "\n")
-
-
-def calibration_of(model: ServedModel) -> Calibration | None:
-    """The calibration among the files of an exported model, `None` without one.
-
-    Raises `ModelFileError` if it is damaged, or was measured on other weights.
-    """
-    return read_calibration(model.directory / CALIBRATION, weights=model.manifest.weights)
 
 
 def read_calibration(path: Path, *, weights: str) -> Calibration | None:

@@ -42,7 +42,9 @@ class Children:
         token: str = "",
         memory: int = 0,
     ) -> None:
-        self.names, self._limits, self._token = names, limits, token.encode()
+        self.names = names
+        self._limits = limits
+        self._token = token.encode()
         # From a pipe: a file may be gone when a host is started again in a month.
         self._words = (url, "--token-file", "/dev/stdin", "--memory", str(memory))
         self._processes: dict[str, asyncio.subprocess.Process] = {}
@@ -90,7 +92,8 @@ class Children:
         self._held[name].set()
 
     async def _keep(self, name: str) -> None:
-        loop, limits = asyncio.get_running_loop(), self._limits
+        loop = asyncio.get_running_loop()
+        limits = self._limits
         pause_ms = limits.restart_ms / 2
         while True:
             await self._held[name].wait()

@@ -26,7 +26,7 @@ from websockets.server import ServerProtocol
 
 from layershuffle.gateway.brain.settings import Wire
 from layershuffle.gateway.brain.state import Answer, Outcome, State, Visit, VisitError
-from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.ground.text import printable
 from layershuffle_host import wire
 from layershuffle_host.wire import Close, Dtype, Header, Kind, Why, WireError
@@ -262,7 +262,8 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
         connection.close(code, why)
 
     def _told(self, host: ConnectedHost, message: dict[str, Any]) -> None:
-        kind, watcher = message["type"], self.watcher
+        kind = message["type"]
+        watcher = self.watcher
         if kind == "drain":
             host.draining = True
             if watcher is not None:
@@ -305,7 +306,8 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
             why = Why(header.note)
             cause = f"Host {host.name} refused: {why.name.lower()}"
             raise VisitError(cause, outcome=_REFUSALS[why])
-        asked, answered = sent.header, f"Host {host.name} answered"
+        asked = sent.header
+        answered = f"Host {host.name} answered"
         if (header.kind, header.dtype, header.slot) != (Kind.ANSWER, asked.dtype, asked.slot):
             raise VisitError(f"{answered} with a frame of another kind", outcome="wrong")
         if header.images != asked.images or not asked.images <= header.note <= wire.MAX_IMAGES:
@@ -353,7 +355,8 @@ class HostConnection(asyncio.Protocol):
         self._accepted = accepted
         self._wire = ServerProtocol(max_size=connected.most_bytes)
         self._parts: list[Any] = []
-        self._is_text, self._open = False, False
+        self._is_text = False
+        self._open = False
         self._asked_since: float | None = None
         self._pinging: asyncio.TimerHandle | None = None
         self.address = ""
@@ -430,7 +433,8 @@ class HostConnection(asyncio.Protocol):
 
     def _take(self, frame: Frame) -> None:
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
-            self._parts, self._is_text = [frame.data], frame.opcode is Opcode.TEXT
+            self._parts = [frame.data]
+            self._is_text = frame.opcode is Opcode.TEXT
         elif frame.opcode is Opcode.CONT:
             self._parts.append(frame.data)
         else:

@@ -18,11 +18,11 @@ from functools import partial
 from layershuffle.gateway.brain import state
 from layershuffle.gateway.brain.assignment import COPIES, HostCapacity, Loading, assign, overdue
 from layershuffle.gateway.brain.state import HostState, Visit
-from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.children import Children
 from layershuffle.gateway.hosts.connections import ConnectedHost, ConnectedHosts
 from layershuffle.gateway.hosts.health import ROUNDING, HealthMonitor, Reference
 from layershuffle.gateway.hosts.router import Router
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.hosts.shut_out import ShutOut
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.text import counted
@@ -108,7 +108,8 @@ class Coordinator:
         For blocks that no host has room for it does not wait. It only waits, so `run` must run at
         the same time. `say` gets a sentence for each host.
         """
-        end, reported = self.router.clock() + within, set[str]()
+        end = self.router.clock() + within
+        reported = set[str]()
         while True:
             up = {name for name, host in self.connected.items() if self.is_up(host)}
             for name in sorted(up - reported):
@@ -168,7 +169,8 @@ class Coordinator:
 
     def failed(self, host: ConnectedHost, block: int, *, why: str) -> None:
         """See `connections.HostWatcher`."""
-        key, now = f"{host.name} loads", self.router.clock()
+        key = f"{host.name} loads"
+        now = self.router.clock()
         before = self._said.get(key, ("", -math.inf))[1]
         if now - before >= _QUIET:  # it tries again, every few seconds
             self._said[key] = why, now
@@ -192,7 +194,9 @@ class Coordinator:
 
     def left(self, host: ConnectedHost, why: str) -> None:
         """See `connections.HostWatcher`."""
-        name, now, limits = host.name, self.router.clock(), self.router.limits
+        name = host.name
+        now = self.router.clock()
+        limits = self.router.limits
         self.health.drop(name)
         if self.router.swarm[name].condition in ("healthy", "suspect"):
             # It may come back to its blocks; until then it serves none of them.
@@ -213,7 +217,8 @@ class Coordinator:
 
     def _say(self) -> None:
         """Log what has become of the hosts, of each at most a line in `_QUIET` seconds."""
-        now, swarm = self.router.clock(), self.router.swarm
+        now = self.router.clock()
+        swarm = self.router.swarm
         self._said = {n: last for n, last in self._said.items() if n.partition(" ")[0] in swarm}
         for host in swarm.values():
             before, at = self._said.get(host.name, ("", -math.inf))
@@ -274,7 +279,8 @@ class Coordinator:
 
     def _plan(self) -> None:
         """Give every host its blocks, if who is there has changed."""
-        now, swarm = self.router.clock(), self.router.swarm
+        now = self.router.clock()
+        swarm = self.router.swarm
         self._look_at_loading(now)
         present = {
             name: self._capacity(host)

@@ -43,7 +43,8 @@ _TINY = 1e-12
 _WEIGHT = 0.05  # of the newest visit in a host's habits
 _KNOWN = 20  # visits after which oddness is judged; new hosts are audited anyway
 _NARROW = 0.01  # least spread, because after two equal answers any third one would be odd
-_FIRST_BOUND, _STEP = 4.0, 0.5
+_FIRST_BOUND = 4.0
+_STEP = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -96,7 +97,8 @@ def patience(host: HostState, swarm: Swarm, *, limits: Limits) -> float:
     if not host.usable:
         return probe
     pace = swarm.pace(limits)
-    seconds, lag = state.expected(host, pace=pace), state.lag_of(host, pace)
+    seconds = state.expected(host, pace=pace)
+    lag = state.lag_of(host, pace)
     return max(probe, policy.hop_limit(seconds, lag=lag, left=np.inf, limits=limits))
 
 
@@ -114,7 +116,8 @@ def measures(before: State, after: State) -> tuple[float, float]:
     start = before.ravel()
     added = after.ravel() - start
     # Not by `linalg.norm`, which takes four times as long for a small state.
-    length, growth = math.sqrt(start.dot(start)), math.sqrt(added.dot(added))
+    length = math.sqrt(start.dot(start))
+    growth = math.sqrt(added.dot(added))
     ratio = math.log((growth + _TINY) / (length + _TINY))
     return ratio, float(start.dot(added)) / (growth * length + _TINY)
 
@@ -182,7 +185,8 @@ class HealthMonitor:
 
     def __init__(self, router: Router, *, seed: int | None = None) -> None:
         self.router = router
-        self.audited, self.disagreed = 0, 0
+        self.audited = 0
+        self.disagreed = 0
         self._chance = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
         self._records: dict[str, HostRecord] = {}
         self._habits: dict[str, Habit] = {}
@@ -301,7 +305,8 @@ class HealthMonitor:
         than one. A healthy host is asked less often. A suspect may get the same question again, but
         never learns the answer.
         """
-        now, key = self.router.clock(), (block, reference.digest)
+        now = self.router.clock()
+        key = (block, reference.digest)
         question = self._questions.get(key)
         if question is None or now >= question.expires:
             start = question_like(reference.sample, self._chance)
@@ -315,7 +320,8 @@ class HealthMonitor:
         self, visit: Visit, start: State, *, expected: State, tolerance: float
     ) -> Visited:
         """Make one visit outside of any request, whose answer is known."""
-        router, begun = self.router, self.router.clock()
+        router = self.router
+        begun = self.router.clock()
         hop = Visited(visit.host, visit.block, "answered", 0.0)
         try:
             async with asyncio.timeout(visit.limit):

@@ -44,7 +44,8 @@ from layershuffle.gateway.hosts.places import HeldPlace
 from layershuffle.ground.errors import ModelFileError
 
 _MILLI = 1000.0
-_SLACK, _SLACK_MS = 1.1, 1.0
+_SLACK = 1.1
+_SLACK_MS = 1.0
 """Allowed difference between the clocks of a host and of the router over one visit."""
 _GROWTH = 1e4
 """Growth of the largest value above which an answer is wrong: blocks add to their state."""
@@ -294,7 +295,8 @@ class Router:
     def _call(self, walk: Walk, visit: Visit, *, now: float) -> PendingVisit:
         """Send the newest state to a host, as decided at `now`."""
         # Read before the visit is sent: a host may have begun by the time that this goes on.
-        before, started = walk.state, self.clock()
+        before = walk.state
+        started = self.clock()
         self.put(state.sent(self.swarm[visit.host]))
         answer = asyncio.ensure_future(self.transport.visit(visit, before, form=self.wire))
         answer.add_done_callback(walk.over)

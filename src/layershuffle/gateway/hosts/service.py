@@ -11,12 +11,10 @@ from typing import Any
 from layershuffle.gateway.brain.assignment import COPIES
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.settings import Wire
-from layershuffle.gateway.calibration.calibration import calibration_of
-from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
-from layershuffle.gateway.hosts.remote_model import RemoteModel
 from layershuffle.gateway.hosts.router import Router
+from layershuffle.gateway.hosts.served_model import RemoteModel, ServedModel
 from layershuffle.gateway.hosts.shut_out import ShutOut
 
 _PAUSE = 0.5  # seconds before a watch that broke begins again
@@ -46,7 +44,7 @@ async def running_service(
     coordinator = Coordinator(
         model, router=router, connected=connected, copies=copies, shut_out=shut_out
     )
-    remote_model = RemoteModel(model, router, calibration=calibration_of(model))
+    remote_model = RemoteModel(model, router, calibration=model.calibration)
     try:
         async with background(_keep_watch(coordinator)):
             yield coordinator, remote_model

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from layershuffle.gateway.brain.limits import Milliseconds
 from layershuffle.gateway.hosts.places import HeldPlace, Places, Shares
-from layershuffle.gateway.hosts.remote_model import time_limit
+from layershuffle.gateway.hosts.served_model import time_limit
 from layershuffle.gateway.http.errors import HTTPError, busy
 from layershuffle.gateway.http.secrets import is_loopback, read_keys
 from layershuffle.ground.errors import UsageError

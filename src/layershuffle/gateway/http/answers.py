@@ -18,7 +18,7 @@ from layershuffle.gateway.calibration.calibration import Expected
 
 if TYPE_CHECKING:
     # It imports the runtime, which clients may not have.
-    from layershuffle.gateway.hosts.remote_model import Classified
+    from layershuffle.gateway.hosts.served_model import Classified
 
 _MILLI = 1000.0
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from layershuffle.gateway.hosts.remote_model import NotAnswered
+from layershuffle.gateway.hosts.served_model import NotAnswered
 from layershuffle.gateway.http.answers import ErrorAnswer, Problem
 from layershuffle.ground.errors import DataError, LayerShuffleError, UsageError
 

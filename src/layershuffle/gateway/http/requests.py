@@ -24,7 +24,7 @@ from layershuffle.gateway.calibration.calibration import (
     expected_accuracy,
     expected_when_asked,
 )
-from layershuffle.gateway.hosts.remote_model import RemoteModel
+from layershuffle.gateway.hosts.served_model import RemoteModel
 from layershuffle.gateway.http.admission import BODY_HINT, Admission, GatewayLimits, Keys
 from layershuffle.gateway.http.answers import Classification, classification
 from layershuffle.ground.errors import DataError, UsageError

@@ -15,11 +15,11 @@ from pathlib import Path
 from starlette.applications import Starlette
 
 from layershuffle.gateway.brain.settings import SwarmSettings
-from layershuffle.gateway.calibration.served import ServedModel
 from layershuffle.gateway.hosts.children import Children
 from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.on_ray import hosts_on_ray
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.hosts.service import background, running_service
 from layershuffle.gateway.hosts.shut_out import ShutOut
 from layershuffle.gateway.http.admission import GatewayLimits, Keys
