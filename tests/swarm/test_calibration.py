@@ -31,6 +31,7 @@ from layershuffle.gateway.brain.policy import (
     cell_of,
     late_last,
     overlapped,
+    probabilities,
 )
 from layershuffle.gateway.brain.state import VisitError
 from layershuffle.gateway.brain.sureness import (
@@ -41,7 +42,6 @@ from layershuffle.gateway.brain.sureness import (
     calibration_error,
     default_confidence,
     ending_at,
-    probabilities,
     temperature_of,
 )
 from layershuffle.gateway.calibration.calibration import (

@@ -272,7 +272,10 @@ def test_a_gateway_that_stood_still_blames_no_host(monkeypatch: pytest.MonkeyPat
 def test_messages_that_no_host_sends_end_the_connection() -> None:
     async def work(site: Site) -> None:
         odd_type = r'{"type": "\ud800"}'
-        for text in ('{"type": "assign", "blocks": []}', "[]", '{"type": "ready"}', odd_type):
+        # What a host says stands in answers and logs, which cannot hold half a surrogate pair.
+        odd_why = r'{"type": "failed", "slot": 0, "why": "no file /\udcff"}'
+        assigning = '{"type": "assign", "blocks": []}'
+        for text in (assigning, "[]", '{"type": "ready"}', odd_type, odd_why):
             async with odd_host(site) as odd:
                 await odd.socket.send(text)
                 await asyncio.wait_for(odd.socket.wait_closed(), 20)

@@ -17,14 +17,14 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import fixed_of, stack_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.export import export_model, export_whole
-from layershuffle.gateway.brain.sureness import probabilities
+from layershuffle.gateway.brain.policy import probabilities
 from layershuffle.gateway.calibration.calibration import (
     CALIBRATION,
     write_calibration,
 )
 from layershuffle.gateway.client.calibrate import calibrate
 from layershuffle.gateway.hosts.served_model import Classified, RemoteModel, ServedModel
-from layershuffle.gateway.http.answers import classification
+from layershuffle.gateway.http.requests import classification
 from layershuffle.ground.errors import UsageError
 from layershuffle.models import image_view, truncate
 from layershuffle.models.manifest import read_manifest

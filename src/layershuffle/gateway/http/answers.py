@@ -1,38 +1,27 @@
-"""The JSON of a gateway's answers, and how it is made from a route.
+"""The JSON of a gateway's answers.
 
 It imports no torch and no web framework, because clients read answers with the same classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from layershuffle.gateway.brain.policy import Ending
 from layershuffle.gateway.brain.state import Condition, HostState, Outcome
-from layershuffle.gateway.brain.sureness import probabilities
 from layershuffle.gateway.calibration.calibration import Expected
-
-if TYPE_CHECKING:
-    # It imports the runtime, which clients may not have.
-    from layershuffle.gateway.hosts.served_model import Classified
 
 _MILLI = 1000.0
 
 
 def encodable(text: str) -> str:
-    """Text from hosts without half surrogate pairs, which JSON and logs cannot hold.
+    """The text of an error without half surrogate pairs, which JSON and logs cannot hold.
 
-    A file name in an error may have them.
+    A file name may have them. In what hosts say the protocol refuses them.
     """
     return text.encode("utf-8", "replace").decode()
-
-
-Reason = Annotated[str, AfterValidator(encodable)]
-"""Text from hosts, made encodable."""
 
 
 FixedEnds = Annotated[
@@ -68,14 +57,14 @@ class Hop(BaseModel):
     ms: float
     compute_ms: float
     queue_ms: float
-    why: Reason = Field("", description='The reason, if the outcome is not "answered".')
+    why: str = Field("", description='The reason, if the outcome is not "answered".')
 
 
 class Skipped(BaseModel):
     """A block that did not run."""
 
     block: int
-    why: Reason
+    why: str
 
 
 class Times(BaseModel):
@@ -117,7 +106,7 @@ class HostAnswer(BaseModel):
 
     name: str
     condition: Condition
-    why: Reason
+    why: str
     blocks: list[int]
     compute_ms: float | None = Field(description="Average per block.")
     link_ms: float | None = Field(description="Average per visit, beyond compute and queue.")
@@ -176,7 +165,7 @@ class Health(BaseModel):
 class Problem(BaseModel):
     """What went wrong and what to do next; `id` marks an unexpected failure in the log."""
 
-    cause: Reason
+    cause: Annotated[str, AfterValidator(encodable)]
     hint: str
     id: str | None = None
 
@@ -185,43 +174,3 @@ class ErrorAnswer(BaseModel):
     """The body of every error response."""
 
     error: Problem
-
-
-def classification(
-    classified: Classified,
-    *,
-    labels: Sequence[str],
-    top: int,
-    expected: tuple[Expected | None, str],
-    total_ms: float,
-) -> Classification:
-    """The answer for the logits `[1, classes]` and the route of `classified`."""
-    route = classified.route
-    logits = classified.logits[0]
-    chances = probabilities(logits, classified.temperature or 1.0)
-    guesses: list[Guess] = []
-    # Of equal ones the first, as torch takes.
-    for index in np.argsort(-chances, kind="stable")[:top].tolist():
-        chance = float(chances[index])
-        guesses.append(Guess(label=labels[index], index=index, probability=chance))
-    return Classification(
-        top=guesses,
-        chance=None if classified.temperature is None else guesses[0].probability,
-        depth=route.depth,
-        fixed=route.fixed,
-        blocks=list(route.order),
-        versions=list(route.versions),
-        # Sorted, so that two answers of one route are equal as text.
-        skipped=[Skipped(block=block, why=why) for block, why in sorted(route.skipped.items())],
-        degraded=route.degraded,
-        ending=route.ending,
-        route=[Hop.model_validate(hop) for hop in route.hops],
-        expected=expected[0],
-        expected_why=expected[1],
-        ms=Times(
-            total=total_ms,
-            stem=classified.stem_ms,
-            swarm=classified.swarm_ms,
-            head=classified.head_ms,
-        ),
-    )

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 from fastapi import Query
 from prometheus_client import Histogram
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from layershuffle.gateway.brain.policy import Cell, Route, cell_of, side_by_side
+from layershuffle.gateway.brain.policy import (
+    Cell,
+    Route,
+    cell_of,
+    probabilities,
+    side_by_side,
+)
 from layershuffle.gateway.brain.state import Outcome, State, Visited
 from layershuffle.gateway.calibration.calibration import (
     NEVER,
@@ -24,9 +31,9 @@ from layershuffle.gateway.calibration.calibration import (
     expected_accuracy,
     expected_when_asked,
 )
-from layershuffle.gateway.hosts.served_model import RemoteModel
+from layershuffle.gateway.hosts.served_model import Classified, RemoteModel
 from layershuffle.gateway.http.admission import BODY_HINT, Admission, GatewayLimits, Keys
-from layershuffle.gateway.http.answers import Classification, classification
+from layershuffle.gateway.http.answers import Classification, Guess, Hop, Skipped, Times
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.images.pixels import image_batch
 
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
     from layershuffle.gateway.http.upkeep import Upkeep
 
 _MAX_TOP = 1000
+_KINDS = 1024  # of answers whose expected accuracy is kept
 _MILLI = 1000.0
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _OUTCOMES = {
@@ -138,15 +146,18 @@ class Gateway:
     def __post_init__(self) -> None:
         self.router = self.remote_model.router
         manifest = self.remote_model.model.manifest
-        names = None
-        if (calibration := self.remote_model.calibration) is not None:
-            names = calibration.classes
+        calibration = self.remote_model.calibration
+        names = None if calibration is None else calibration.classes
         self.labels = tuple(manifest.class_names or names or map(str, range(manifest.classes)))
         self.admission = Admission(
             self.limits, clock=self.router.clock, keys=self.keys, local=self.local
         )
         most = self.limits.max_pixels
         self._decode = partial(image_batch, view=manifest.file_view, most_pixels=most)
+        if calibration is not None:
+            # Answers are of few kinds, and what to expect of a kind is looked up once.
+            self._expected_in = lru_cache(_KINDS)(partial(expected_accuracy, calibration))
+            self._expected_if_asked = lru_cache(_KINDS)(partial(expected_when_asked, calibration))
         self.counters = Counters(len(self.router.hosted))
         self.router.observers.append(self._count_visit)
         self._pool = self.decoder_threads or ThreadPoolExecutor(
@@ -263,18 +274,19 @@ class Gateway:
         least = options.min_blocks or sureness.least
         if least == len(self.router.hosted) or route.kept < least:
             return self._expected(cell)  # it could not end before these blocks had run
-        expected = expected_when_asked(
-            calibration,
+        expected = self._expected_if_asked(
             cell,
             confidence=confidence,
             sure=route.ending == "sure",
             again=len(route.order) > route.kept,
         )
-        sure = "sure" if route.ending == "sure" else "not sure"
-        why = f"too few answers were {sure} after {route.kept} blocks when it was measured"
+        if expected is not None:
+            return expected, ""
         if sureness.stop_at(confidence) is None:
-            why = f"no request ended at a chance of {100 * confidence:g} % when it was measured"
-        return expected, "" if expected else why
+            percent = f"{100 * confidence:g} %"
+            return None, f"no request ended at a chance of {percent} when it was measured"
+        sure = "sure" if route.ending == "sure" else "not sure"
+        return None, f"too few answers were {sure} after {route.kept} blocks when it was measured"
 
     def _expected(self, cell: Cell | None) -> tuple[Expected | None, str]:
         """The accuracy to expect of answers in `cell`, or `None` and the reason."""
@@ -282,6 +294,49 @@ class Gateway:
             return None, NEVER
         if cell is None:
             return None, "no block can be run"
-        expected = expected_accuracy(self.remote_model.calibration, cell)
+        expected = self._expected_in(cell)
         why = f"{cell.kept} blocks were not measured with answers as late as these"
         return expected, "" if expected else why
+
+
+def classification(
+    classified: Classified,
+    *,
+    labels: Sequence[str],
+    top: int,
+    expected: tuple[Expected | None, str],
+    total_ms: float,
+) -> Classification:
+    """The answer for the logits `[1, classes]` and the route of `classified`."""
+    route = classified.route
+    chances = probabilities(classified.logits[0], classified.temperature or 1.0)
+    guesses: list[Guess] = []
+    # Of equal ones the first, as torch takes.
+    for index in np.argsort(-chances, kind="stable")[:top].tolist():
+        chance = float(chances[index])
+        guesses.append(Guess(label=labels[index], index=index, probability=chance))
+    skipped: list[Skipped] = []
+    # Sorted, so that two answers of one route are equal as text.
+    for block, why in sorted(route.skipped.items()):
+        skipped.append(Skipped(block=block, why=why))
+    row, expected_why = expected
+    return Classification(
+        top=guesses,
+        chance=None if classified.temperature is None else guesses[0].probability,
+        depth=route.depth,
+        fixed=route.fixed,
+        blocks=list(route.order),
+        versions=list(route.versions),
+        skipped=skipped,
+        degraded=route.degraded,
+        ending=route.ending,
+        route=[Hop.model_validate(hop) for hop in route.hops],
+        expected=row,
+        expected_why=expected_why,
+        ms=Times(
+            total=total_ms,
+            stem=classified.stem_ms,
+            swarm=classified.swarm_ms,
+            head=classified.head_ms,
+        ),
+    )
