@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from layershuffle.ground.machine import collector_paused
 
@@ -15,6 +16,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 # Inductor would start compile processes, which import torch for 6 s and are not used.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# An example takes as long as a busy machine needs.
+settings.register_profile("layershuffle", deadline=None)
+settings.load_profile("layershuffle")
 
 
 @pytest.fixture(scope="session")
