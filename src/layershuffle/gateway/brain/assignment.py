@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from operator import attrgetter
 
 from layershuffle.gateway.brain.limits import Limits
 
@@ -77,12 +78,10 @@ def assign(
 
         assign([HostCapacity("pi", memory=10)], [BlockFile("a", 4), BlockFile("b", 4)])
     """
-    table = _Table(
-        {c.name: c for c in sorted(capacities, key=lambda c: c.name)},
-        blocks,
-        first=first,
-        copies=copies,
-    )
+    by_name: dict[str, HostCapacity] = {}
+    for capacity in sorted(capacities, key=attrgetter("name")):
+        by_name[capacity.name] = capacity
+    table = _Table(by_name, blocks, first=first, copies=copies)
     for wanted in range(1, copies + 1):
         # All blocks get their first host before any gets its second.
         for file in table.rarest_first():
@@ -96,9 +95,10 @@ def assign(
         table.fill(name)
         table.trim(name, copies=copies)
     trials = table.trials()
-    return {
-        name: table.blocks_of(name) | trials.get(name, frozenset()) for name in table.capacities
-    }
+    given: dict[str, frozenset[int]] = {}
+    for name in table.capacities:
+        given[name] = table.blocks_of(name) | trials.get(name, frozenset())
+    return given
 
 
 def overdue(loading: Loading, blocks: Iterable[BlockFile], *, now: float, limits: Limits) -> bool:
@@ -106,10 +106,12 @@ def overdue(loading: Loading, blocks: Iterable[BlockFile], *, now: float, limits
 
     It loads one after the other, so it has the time for the largest of them.
     """
-    sizes = [block.size for block in blocks]
-    if not sizes:
+    largest = 0
+    for block in blocks:
+        largest = max(largest, block.size)
+    if not largest:
         return False
-    seconds = limits.load_ms / 1000 + max(sizes) / limits.load_bytes_per_second
+    seconds = limits.load_ms / 1000 + largest / limits.load_bytes_per_second
     return now - loading.since >= seconds
 
 
@@ -125,21 +127,28 @@ class _Table:
         copies: int,
     ) -> None:
         self.capacities = capacities
-        self.size = {file.digest: file.size for file in blocks}
+        # By the digest of a file: its bytes, the blocks that it is, and the hosts that hold it.
+        self.size: dict[str, int] = {}
         self.places: dict[str, list[int]] = {}
+        self.hosts: dict[str, list[str]] = {}
         for place, file in enumerate(blocks, start=first):
+            self.size[file.digest] = file.size
             self.places.setdefault(file.digest, []).append(place)
-        self.hosts: dict[str, list[str]] = {digest: [] for digest in self.places}
-        self.files: dict[str, list[str]] = {name: [] for name in capacities}
-        self.room = {name: capacity.memory for name, capacity in capacities.items()}
+            self.hosts[file.digest] = []
+        # By the name of a host: the files that it holds, its free bytes, and its share of files.
+        self.files: dict[str, list[str]] = {}
+        self.room: dict[str, int] = {}
+        self.share: dict[str, int] = {}
         # What each would hold if all worked by their speed, rounded up, so that all have work; as
         # fractions, because equal hosts would hold one more where their floats add up to less.
-        speeds = {
-            name: Fraction(0 if capacity.failed else capacity.speed)
-            for name, capacity in capacities.items()
-        }
+        speeds: dict[str, Fraction] = {}
+        for name, capacity in capacities.items():
+            self.files[name] = []
+            self.room[name] = capacity.memory
+            speeds[name] = Fraction(0 if capacity.failed else capacity.speed)
         work = Fraction(copies * len(self.places)) / (sum(speeds.values()) or 1)
-        self.share = {name: ceil(work * speed) for name, speed in speeds.items()}
+        for name, speed in speeds.items():
+            self.share[name] = ceil(work * speed)
         for name, capacity in capacities.items():
             for digest in self.places:
                 # Assigned counts as held until loading it has failed.
@@ -166,14 +175,17 @@ class _Table:
 
     def rarest_first(self) -> list[str]:
         """All files, those that the fewest hosts hold first, and of these the ones on a disk."""
-        on_disk = {digest for capacity in self.capacities.values() for digest in capacity.on_disk}
+        on_disk: set[str] = set()
+        for capacity in self.capacities.values():
+            on_disk |= capacity.on_disk
         return sorted(self.places, key=lambda d: (len(self.hosts[d]), d not in on_disk))
 
     def taker(self, digest: str) -> str | None:
         """Who takes another file: one that has it on disk, else the one with the least to do."""
 
         def cost(name: str) -> tuple[bool, float, str]:
-            capacity, number = self.capacities[name], len(self.files[name])
+            capacity = self.capacities[name]
+            number = len(self.files[name])
             near = digest in capacity.on_disk and number < self.share[name]
             return not near, (number + 1) / max(capacity.speed, 1e-9), name
 
@@ -224,8 +236,11 @@ class _Table:
     def loaded_elsewhere(self, name: str, digest: str) -> int:
         """The number of hosts other than this one that hold a file and have loaded it."""
         place = self.places[digest][0]
-        others = [other for other in self.hosts[digest] if other != name]
-        return sum(place in self.capacities[other].ready for other in others)
+        loaded = 0
+        for other in self.hosts[digest]:
+            if other != name and place in self.capacities[other].ready:
+                loaded += 1
+        return loaded
 
     def trials(self) -> dict[str, frozenset[int]]:
         """The blocks of a file more for every host that could not load one, if one fits.
@@ -254,4 +269,7 @@ class _Table:
         return trials
 
     def blocks_of(self, name: str) -> frozenset[int]:
-        return frozenset(place for digest in self.files[name] for place in self.places[digest])
+        blocks: set[int] = set()
+        for digest in self.files[name]:
+            blocks.update(self.places[digest])
+        return frozenset(blocks)

@@ -230,9 +230,13 @@ def _nowhere(
     """
     if len(set(progress.done)) >= progress.min_blocks:
         return "unreachable"
-    hosts = [host for block in missing for host in swarm.held(block)]
-    hope = any(may_return(host, now=now, left=ends - now) for host in hosts)
-    return Wait(ends) if progress.under_way or hope else "unreachable"
+    if progress.under_way:
+        return Wait(ends)
+    for block in missing:
+        for host in swarm.held(block):
+            if may_return(host, now=now, left=ends - now):
+                return Wait(ends)
+    return "unreachable"
 
 
 def side_by_side(reached: int, swarm: Swarm, *, rounds: Rounds, walks: int) -> int:
@@ -257,7 +261,10 @@ def _again(
 ) -> list[int]:
     """The blocks to run in the current pass, after the first, once the pass before is complete."""
     # A block that no host can run is left out of this pass, or the pass would never end.
-    runs = Counter(block for block in progress.done if block in busy or copies[block])
+    runs: Counter[int] = Counter()
+    for block in progress.done:
+        if block in busy or copies[block]:
+            runs[block] += 1
     passed = min(runs.values(), default=passes)
     if passed >= passes:
         return []
@@ -325,8 +332,11 @@ def strikes(visit: Visit, outcome: Outcome, *, over: bool, again: bool) -> bool:
 
 def skipped(progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> dict[int, str]:
     """Every block that did not run, with a reason for the user."""
-    missing = [block for block in progress.blocks if block not in progress.done]
-    return {block: _reason(block, progress, swarm, ending=ending) for block in missing}
+    reasons: dict[int, str] = {}
+    for block in progress.blocks:
+        if block not in progress.done:
+            reasons[block] = _reason(block, progress, swarm, ending=ending)
+    return reasons
 
 
 def _reason(block: int, progress: RequestProgress, swarm: Swarm, *, ending: Ending) -> str:
@@ -380,9 +390,11 @@ def overlapped(blocks: Sequence[int], cell: Cell, *, depth: int) -> ExecutionOrd
 
     Each pass begins with the newest state, so that no block runs twice on one version.
     """
-    begins = [at // cell.kept * cell.kept for at in range(cell.passes * cell.kept)]
-    versions = tuple(max(begin, at + 1 - cell.parallel) for at, begin in enumerate(begins))
-    return ExecutionOrder(tuple(blocks[: cell.kept]) * cell.passes, depth, versions)
+    versions: list[int] = []
+    for position in range(cell.passes * cell.kept):
+        begin = position // cell.kept * cell.kept  # of its pass
+        versions.append(max(begin, position + 1 - cell.parallel))
+    return ExecutionOrder(tuple(blocks[: cell.kept]) * cell.passes, depth, tuple(versions))
 
 
 def late_last(blocks: Sequence[int], age: int, *, depth: int) -> ExecutionOrder:

@@ -150,7 +150,9 @@ class Swarm(Mapping[str, HostState]):
     """All hosts by name, in the order of their names; `put` and `remove` change it."""
 
     def __init__(self, hosts: Iterable[HostState] = ()) -> None:
-        by_name = {host.name: host for host in hosts}
+        by_name: dict[str, HostState] = {}
+        for host in hosts:
+            by_name[host.name] = host
         self._hosts = dict(sorted(by_name.items()))
 
     def __getitem__(self, name: str) -> HostState:
@@ -201,11 +203,18 @@ class Swarm(Mapping[str, HostState]):
 
     def pace(self, limits: Limits) -> Pace:
         """Medians over the usable hosts that were measured; the priors without such hosts."""
-        usable = [host for host in self._hosts.values() if host.usable]
+        compute: list[float | None] = []
+        link: list[float | None] = []
+        lag: list[float | None] = []
+        for host in self._hosts.values():
+            if host.usable:
+                compute.append(host.compute)
+                link.append(host.link)
+                lag.append(host.lag)
         return Pace(
-            _median([host.compute for host in usable], otherwise=limits.prior_compute_ms / 1000),
-            _median([host.link for host in usable], otherwise=limits.prior_link_ms / 1000),
-            _median([host.lag for host in usable], otherwise=0.0),
+            _median(compute, otherwise=limits.prior_compute_ms / 1000),
+            _median(link, otherwise=limits.prior_link_ms / 1000),
+            _median(lag, otherwise=0.0),
         )
 
 

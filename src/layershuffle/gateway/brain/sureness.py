@@ -52,9 +52,9 @@ class Accuracy(CalibrationPart):
 
     def rounded(self) -> Accuracy:
         """The same in hundredths of a point, for files with many of them."""
-        short = {
-            name: round(value, 2) for name, value in self.model_dump(exclude_none=True).items()
-        }
+        short: dict[str, float] = {}
+        for name, value in self.model_dump(exclude_none=True).items():
+            short[name] = round(value, 2)
         return Accuracy(**short)
 
 
@@ -190,5 +190,7 @@ def default_confidence(
 
 def chances_of(logits: NDArray[np.float32], temperatures: Sequence[float]) -> NDArray[np.float64]:
     """The chances `[orders, depth, images]` of logits `[orders, depth, images, classes]`."""
-    each = [probabilities(logits[:, n], t).max(axis=-1) for n, t in enumerate(temperatures)]
-    return np.stack(each, axis=1)
+    chances: list[NDArray[np.float64]] = []
+    for place, temperature in enumerate(temperatures):
+        chances.append(probabilities(logits[:, place], temperature).max(axis=-1))
+    return np.stack(chances, axis=1)

@@ -289,13 +289,16 @@ def expected_interval(expected: Sequence[Expected]) -> tuple[float, float, float
     The interval covers the uncertainty of the calibration and the random choice of independent
     images, so it is wide for few answers.
     """
-    top1 = mean([row.top1 for row in expected])
+    shares: list[float] = []
+    downward: list[float] = []
+    upward: list[float] = []
+    for row in expected:
+        shares.append(row.top1)
+        downward.append(row.top1 - row.low)
+        upward.append(row.high - row.top1)
+    top1 = mean(shares)
     chance = _SURE * math.sqrt(top1 * (100 - top1) / len(expected))
     # The calibration's error is the same for all answers, so it does not shrink with their number.
-    downward = mean([row.top1 - row.low for row in expected])
-    upward = mean([row.high - row.top1 for row in expected])
-    return (
-        top1,
-        max(0.0, top1 - math.hypot(downward, chance)),
-        min(100.0, top1 + math.hypot(upward, chance)),
-    )
+    low = max(0.0, top1 - math.hypot(mean(downward), chance))
+    high = min(100.0, top1 + math.hypot(mean(upward), chance))
+    return top1, low, high

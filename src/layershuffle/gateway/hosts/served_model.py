@@ -293,11 +293,11 @@ class RemoteModel:
         """Classify an `image` `[1, channels, height, width]`, prepared for the model's view.
 
         `deadline`: in seconds of the router's clock; `place`: what it leaves while it waits for
-        hosts. With too few blocks for half of the accuracy
-        it waits for hosts that may come back, but still answers in time. It ends with fewer blocks
-        once the chance of being right reaches `confidence`, which needs temperatures. Raises
-        `NotAnswered` for fewer than `min_blocks` blocks, which it then waits for instead, and
-        for a stem that could not run in time. Cancellation ends the walk as well.
+        hosts. With too few blocks for half of the accuracy it waits for hosts that may come back,
+        but still answers in time. It ends with fewer blocks once the chance of being right reaches
+        `confidence`, which needs temperatures. Raises `NotAnswered` for fewer than `min_blocks`
+        blocks, which it then waits for instead, and for a stem that could not run in time.
+        Cancellation ends the walk as well.
         """
         router = self.router
         model = self.model
