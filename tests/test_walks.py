@@ -21,6 +21,7 @@ def test_the_walks_of_an_image_an_order_and_a_request(repository: Path) -> None:
     # docs/architecture.md says what the longest of them are for: a longer one needs a reason.
     assert len(fit) <= 19
     assert len(evaluation) <= 20
+    assert len(request) <= 14
     assert fit[0] == "layershuffle/training/loop.py"
     assert "layershuffle/core/entries.py" in fit
     assert "layershuffle/core/draws.py" in fit
