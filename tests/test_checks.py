@@ -72,6 +72,27 @@ def batch(samples: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 3, 8, generator=generator), torch.arange(samples) % CLASSES
 
 
+class FirstBlock(Net):
+    """A single block, which the backbone runs once whatever the order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = self.blocks[:1]
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)
+
+
+def test_an_order_that_repeats_the_only_block_is_not_cut_in_silence() -> None:
+    model = wrapped(FirstBlock)
+    x, _ = batch()
+    alone = model(x)
+    with ls.running(model, "0"):
+        assert torch.equal(model(x), alone)
+    with pytest.raises(StackError), ls.running(model, "0,0"):
+        model(x)
+
+
 # --- rounds ---------------------------------------------------------------------------------------
 
 

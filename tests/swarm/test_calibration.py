@@ -399,6 +399,9 @@ def test_what_ran_counts_late_answers_and_half_passes():
     assert cell_of(ExecutionOrder.parse("0,0,0,1", depth=4).steps) == Cell(2, 1, 1)
     # In the second pass: five versions old is more than any number under way explains.
     assert cell_of(ExecutionOrder.parse("0,1,0,1@0", depth=4).steps) == Cell(2, 2, UNEXPLAINED)
+    assert cell_of(ExecutionOrder.parse("0,1,2,0,1@0,2@0", depth=4).steps) == Cell(
+        3, 2, UNEXPLAINED
+    )
 
 
 # --- how sure answers are -------------------------------------------------------------------------
