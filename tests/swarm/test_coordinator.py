@@ -359,6 +359,16 @@ def test_a_host_that_says_too_much_or_cannot_be_started_is_tried_again_and_ends_
             "echo MemoryError: no room >&2; echo 2026-01-01 10:00:00,0 INFO assigns 12 >&2; exit 4",
             ["The process of host a has ended (4): MemoryError: no room"],
         ),
+        (
+            "echo MemoryError: no room >&2; echo 2026-01-01 10:00:00,0 WARNING a block failed >&2; "
+            "printf '\\033[0;93m2026-01-01 10:00:00.0 [W:onnxruntime:Default] no ID\\033[m' >&2; "
+            "exit 4",
+            ["The process of host a has ended (4): MemoryError: no room"],
+        ),
+        (
+            "echo 2026-01-01 10:00:00,0 WARNING a block failed >&2; kill -SEGV $$",
+            ["The process of host a has ended (-11)"],
+        ),
     ],
 )
 def test_the_end_of_a_process_quotes_its_error(

@@ -21,8 +21,8 @@ from layershuffle.ground.text import one_line, printable
 
 _PR_SET_PDEATHSIG = 1
 _KEPT = 1000  # bytes of what a process said last
-# A line of a host's log that tells of no fault: date, time, level.
-_QUIET = re.compile(r"\S+ \S+ (DEBUG|INFO) ")
+# A line of the log, of a host (date, time, level) or of ONNX Runtime.
+_LOGGED = re.compile(r"\S+ \S+ (DEBUG|INFO|WARNING|ERROR) |.*\[[VIWE]:onnxruntime:")
 _log = logging.getLogger(__name__)
 
 
@@ -139,9 +139,12 @@ class Children:
 
 
 def _last_error(tail: bytes) -> str:
-    """ ": " and the last line that tells of a fault, of what a process wrote; "" if none does."""
+    """ ": " and the last line that a process wrote beside its log; "" if there is none.
+
+    The error that ends a process is no line of its log: Python writes it, or the host's command.
+    """
     for line in reversed(tail.decode(errors="replace").splitlines()):
-        if line.strip() and not _QUIET.match(line):
+        if line.strip() and not _LOGGED.match(line):
             return f": {printable(line.strip())}"
     return ""
 
