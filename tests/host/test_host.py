@@ -255,12 +255,19 @@ def test_an_answer_goes_to_the_connection_that_asked(gateway: Gateway, tmp_path:
     asyncio.run(main())
 
 
-def test_a_refused_host_tries_again(gateway: Gateway, tmp_path: Path) -> None:
-    gateway.refuse = (Close.BAD_TOKEN, "another token")
+def test_a_refused_host_tries_again(
+    gateway: Gateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And logs what it is told on one line without escapes, once."""
+    gateway.refuse = (Close.BAD_TOKEN, "another\nERROR \x1b[31mtoken")
 
     async def main() -> None:
         async with gateway.listening(), hosting(gateway, cache=tmp_path) as host:
+            await until(lambda: bool(caplog.messages))
             await asyncio.sleep(0.3)
+            told = r"closed: 4401 another\nERROR \x1b[31mtoken"
+            said = [r.getMessage() for r in caplog.records if r.name == "layershuffle_host"]
+            assert said == [f"{gateway.url} {told}"]
             assert gateway.hosts.empty()
             gateway.refuse = None
             end = await asyncio.wait_for(gateway.hosts.get(), 20)

@@ -329,7 +329,7 @@ class _Link:
                         previous = ""
                 if self._host.draining:
                     return
-                said = f"closed: {socket.close_code} {socket.close_reason}"
+                said = f"closed: {socket.close_code} {_printable(socket.close_reason or '')}"
             except (OSError, ValueError, ImportError, WebSocketException) as error:  # of a proxy
                 said = f"cannot be reached: {error or type(error).__name__}"
             if said != previous:  # once, not for every try of a night
@@ -438,6 +438,15 @@ class _Link:
         graph, weights = contents
         tokens, width = block["shape"]
         return Block(graph, weights, shape=(tokens, width), threads=self._host.threads)
+
+
+def _printable(text: str) -> str:
+    """The words of a gateway for the log, on one line: what does not print is escaped."""
+    parts: list[str] = []
+    for character in text:
+        prints = character.isprintable()
+        parts.append(character if prints else character.encode("unicode_escape").decode())
+    return "".join(parts)
 
 
 def _key(block: dict[str, Any]) -> Key:
