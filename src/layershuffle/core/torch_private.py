@@ -61,15 +61,23 @@ def compiling_is_off() -> bool:
 def graph_limits(limit: int) -> AbstractContextManager[Any]:
     """At most `limit` graphs for a function, and an error beyond it, inside the `with` block.
 
-    The public `torch.compiler.config` has none of these settings.
+    The public `torch.compiler.config` has none of these settings. torch 2.6 has them under names
+    of the cache of graphs.
     """
     from torch._dynamo import config
 
-    changes: AbstractContextManager[Any] = config.patch(
-        recompile_limit=limit,
-        accumulated_recompile_limit=8 * limit,
-        fail_on_recompile_limit_hit=True,
-    )
+    settings = {
+        "recompile_limit": limit,
+        "accumulated_recompile_limit": 8 * limit,
+        "fail_on_recompile_limit_hit": True,
+    }
+    if not hasattr(config, "recompile_limit"):
+        settings = {
+            "cache_size_limit": limit,
+            "accumulated_cache_size_limit": 8 * limit,
+            "fail_on_cache_limit_hit": True,
+        }
+    changes: AbstractContextManager[Any] = config.patch(**settings)
     return changes
 
 
