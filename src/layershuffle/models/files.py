@@ -170,6 +170,12 @@ def tensor_headers(*paths: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return headers
 
 
+def has_wrapper_names(path: Path) -> bool:
+    """Whether a name of a tensor in this file has a part that a wrapper around a model added."""
+    with _whole(path), safe_open(path, framework="pt") as file:
+        return any(WRAPPERS.search(name) for name in file.keys())  # noqa: SIM118 -- not a mapping
+
+
 def read_tensors(*paths: Path) -> dict[str, Tensor]:
     """The tensors of all `paths`, by their names without those of wrappers around the model.
 

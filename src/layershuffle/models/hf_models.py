@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ from layershuffle.images.view import ImageView
 from layershuffle.models.files import (
     CONFIG,
     LOG,
-    WRAPPERS,
+    WEIGHTS,
+    has_wrapper_names,
     library_errors,
+    read_tensors,
     say_dtype,
     tensor_headers,
     weight_files,
+    write_tensors,
 )
 from layershuffle.models.hf_view import default_view, make_processor, stored_view
 from layershuffle.models.origin import (
@@ -285,7 +289,8 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
 
     With `lenient`, heads may be missing and other tensors present.
     """
-    headers = tensor_headers(*weight_files(directory))
+    files = weight_files(directory)
+    headers = tensor_headers(*files)
     make = kind.from_config if lenient else kind
     with library_errors(NAME, directory, hint=_HINT), quiet():
         expected = sketched(lambda: make(copy.deepcopy(config))).state_dict()
@@ -299,15 +304,22 @@ def _stored(directory: Path, kind: Any, config: Any, *, seed: int, lenient: bool
                 hint=f"{CONFIG} is of another model, or lists other classes (id2label)",
             )
     say_dtype({name: dtype for name, (dtype, _) in headers.items()}, directory)
-    # The seed is for missing heads.
-    with library_errors(NAME, directory, hint=_HINT), quiet(), seeded(seed):
+    with ExitStack() as stack:
+        place = directory
+        if any(has_wrapper_names(file) for file in files):
+            # Not by `key_mapping`: transformers 5.0 to 5.4, at least, keep that mapping, and apply
+            # it backwards to the names of a model that is saved later.
+            place = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
+            write_tensors(read_tensors(*files), place / WEIGHTS)
+        stack.enter_context(library_errors(NAME, directory, hint=_HINT))
+        stack.enter_context(quiet())
+        stack.enter_context(seeded(seed))  # for missing heads
         backbone, info = kind.from_pretrained(
-            directory,
+            place,
             config=config,
             use_safetensors=True,
             trust_remote_code=False,
             dtype=torch.float32,
-            key_mapping={WRAPPERS.pattern: ""},
             output_loading_info=True,
         )
     missing = set(info["missing_keys"])
