@@ -173,6 +173,8 @@ def test_golden_losses(undisturbed):
 
     Bit for bit on the processor kind and torch they came from, to 1e-4 elsewhere.
     """
+    if not begins_with_normal_draws():
+        pytest.skip("this torch is older: its trunc_normal_ draws other weights to begin with")
     golden = json.loads(GOLDEN.read_text())
     if os.environ.get("RENEW_GOLDEN"):
         golden = {
@@ -187,6 +189,15 @@ def test_golden_losses(undisturbed):
             assert heard == expected, name
         else:
             assert heard == pytest.approx(expected, rel=1e-4), name
+
+
+def begins_with_normal_draws():
+    """Whether `trunc_normal_` redraws what is out of bounds; torch 2.6 inverts uniform draws."""
+    truncated = torch.nn.init.trunc_normal_(
+        torch.empty(1000), generator=torch.Generator().manual_seed(0)
+    )
+    normal = torch.empty(1000).normal_(generator=torch.Generator().manual_seed(0))
+    return int((truncated == normal).sum()) > 900
 
 
 def machine():
@@ -451,8 +462,12 @@ def test_a_batch_that_does_not_fit_says_what_helps(tmp_path, room_for, twice):
     for accumulate, next_one in ((1, 2), (2, 6)):
         with pytest.raises(TrainingError, match=f"--accumulate {next_one} \\(as many") as caught:
             fit(settings(**run, accumulate=accumulate), tmp_path / str(accumulate))
-        assert "a smaller --batch-size" in str(caught.value)
-        assert ("--activation-checkpointing" in str(caught.value)) is not twice
+        said = str(caught.value)
+        assert "a smaller --batch-size" in said
+        assert ("--activation-checkpointing" in said) is not twice
+        # torch 2.6 recomputes for as long as the error of a recomputed block is there.
+        del caught
+        gc.collect()
     fit(settings(**run, accumulate=6), tmp_path / "fits")
 
 
