@@ -58,7 +58,7 @@ CLIENT = """
 import http.client, statistics, sys, threading, time
 port, count, clients = map(int, sys.argv[1:])
 body = sys.stdin.buffer.read()
-path = "/v1/classify?min_blocks=12&deadline_ms=30000"
+path = "/v1/classify?confidence=off&deadline_ms=30000"
 wrong, times = [], []
 def ask(count):
     gateway = http.client.HTTPConnection("127.0.0.1", port)
