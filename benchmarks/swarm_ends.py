@@ -25,7 +25,7 @@ import layershuffle as ls
 from layershuffle.core.stack import stack_of
 from layershuffle.export import export_model
 from layershuffle.export.graphs import BlockPrecision
-from layershuffle.gateway.calibration.served import ServedModel
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.ground.bundled import asset
 
 VIT = "timm:vit_small_patch16_224?pretrained=false&num_classes=100"

@@ -24,7 +24,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # where the
 from simulation.hosts import SimulatedDevice
 from simulation.run import simulate
 
-HOSTS, DEPTH, COPIES, SEED = 6, 12, 2, 0
+HOSTS, COPIES, SEED = 6, 2, 0
+DEPTH = 10
+"""The blocks of the packaged model that hosts serve; its first and last keep their place."""
 REQUESTS = 4000
 PER_SECOND = 0.5
 CHURN = 60.0, 30.0  # mean seconds up and down

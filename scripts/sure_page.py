@@ -1,11 +1,14 @@
-"""Draw docs/sure.svg, and write the tables of how sure the shipped model's answers are.
+"""Draw docs/sure.svg, and write the tables of the shipped model with fewer blocks.
 
     python scripts/sure_page.py
 
-Left: top-1 against the blocks that ran, by a fixed number and by a chance that ends the request
-(results/tables/shipped-sure.csv, by `layershuffle eval`). Right: the share of right answers against
-their chance, over all numbers of blocks, 2,000 test pairs in 6 random orders. The tables come from
-the calibration that ships with the model.
+Left: top-1 against the blocks that ran, by a fixed number and by a chance that ends the image.
+Right: the share of right answers against their chance, over all numbers of blocks, 2,000 test pairs
+in 6 random orders.
+
+Of results/tables it writes calibration.csv, sureness.csv and sure-stops.csv from the calibration
+that ships with the model, shipped-sure.csv and shipped-rounds.csv by measuring, as
+`layershuffle eval` does.
 """
 
 from __future__ import annotations
@@ -18,10 +21,16 @@ import torch
 from torch import Tensor
 
 import layershuffle as ls
+from layershuffle.core.evaluation import Score
+from layershuffle.core.policies import drawn_blocks
+from layershuffle.core.stack import fixed_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.plotting import draw_legend, figure_bytes, new_figure, style_axes
+from layershuffle.ground.stats import mean, t_interval
 from layershuffle.models import image_view
+from layershuffle.scoring.evaluate_spec import evaluate_spec
+from layershuffle.scoring.settings import EvalSettings
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TABLES = DOCS / "results" / "tables"
@@ -30,6 +39,9 @@ IMAGES = 2000
 ORDERS = 6
 BATCH = 250
 BINS = 10
+ACCURACY = ("top1", "low", "high", "orders_low", "orders_high")
+LIMITS = (0.8, 0.9, 0.95, 0.98, 0.99)
+KEPT = (9, 8, 7, 6, 5, 4, 3)
 
 
 def write_table(name: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
@@ -40,9 +52,28 @@ def write_table(name: str, columns: tuple[str, ...], rows: list[list[str]]) -> N
         writer.writerows(rows)
 
 
+def write_calibration(cells: list[dict[str, float]]) -> None:
+    """Write the accuracy of every number of blocks, from all downwards."""
+    top1 = {}
+    for cell in cells:
+        top1[cell["kept"], cell["passes"], cell["parallel"]] = f"{cell['top1']:.6g}"
+    ways = [(passes, parallel) for passes in (1, 2) for parallel in (1, 2, 3, 4)]
+    rows = []
+    for cell in reversed(cells):
+        if (cell["passes"], cell["parallel"]) == (1, 1):
+            row = [str(cell["kept"])]
+            row += [f"{cell[name]:.6g}" for name in ACCURACY]
+            row += [top1.get((cell["kept"], *way), "") for way in ways]
+            rows.append(row)
+    names = [f"p{passes}_f{parallel}" for passes, parallel in ways]
+    write_table("calibration.csv", ("kept", *ACCURACY, *names), rows)
+
+
 def write_tables() -> list[float]:
     """Write what the calibration measured; returns its temperature of every number of blocks."""
-    sure = json.loads(asset("digits-swarm", "calibration.json").read_bytes())["sureness"]
+    calibration = json.loads(asset("digits-swarm", "calibration.json").read_bytes())
+    write_calibration(calibration["rows"])
+    sure = calibration["sureness"]
     measured = zip(sure["temperatures"], sure["raw_error"], sure["error"], strict=True)
     rows = [
         [str(blocks), *(f"{value:.6g}" for value in values)]
@@ -62,15 +93,65 @@ def write_tables() -> list[float]:
     return [float(temperature) for temperature in sure["temperatures"]]
 
 
+def scored(modes: str, *, orders: int, images: int, stop: float | None = None) -> list[list[Score]]:
+    """The scores of every mode on test pairs, mode by mode."""
+    settings = EvalSettings(modes=modes, num_orders=orders, max_images=images)
+    scores = evaluate_spec(MODEL, "digit-pairs", settings=settings, stop=stop).scores
+    return [scores[start : start + orders] for start in range(0, len(scores), orders)]
+
+
+def over_orders(scores: list[Score]) -> list[str]:
+    """Mean and 95 % interval of the top-1 over orders."""
+    top1 = [score.top1 for score in scores]
+    return [f"{value:.6g}" for value in (mean(top1), *t_interval(top1))]
+
+
+def measure_stops() -> None:
+    """Write what images take that end when they are sure, beside fixed numbers of blocks."""
+    rows = []
+    for stop in LIMITS:
+        (scores,) = scored("arbitrary", orders=ORDERS, images=IMAGES, stop=stop)
+        blocks = mean([float(score.blocks or 0) for score in scores])
+        rows.append(["stop", str(stop), f"{blocks:.6g}", *over_orders(scores)])
+    modes = ["arbitrary", *(f"kept:{kept}:arbitrary" for kept in KEPT)]
+    for scores in scored(",".join(modes), orders=ORDERS, images=IMAGES):
+        rows.append(["fixed", "", str(scores[0].kept), *over_orders(scores)])
+    write_table("shipped-sure.csv", ("rule", "stop", "blocks", "top1", "low", "high"), rows)
+
+
+def measure_rounds() -> None:
+    """Write the accuracy of blocks side by side, and of those that are left in several passes."""
+    side_by_side = (1, 2, 3, 4, 6)
+    again = ((9, 1), (9, 2), (6, 1), (6, 2), (3, 1), (3, 2), (3, 4))
+    modes = [f"arbitrary:parallel={count}" for count in side_by_side]
+    modes += [f"kept:{kept}:arbitrary:passes={passes}" for kept, passes in again]
+    groups = scored(",".join(modes), orders=8, images=600)
+    rows = []
+    for count, scores in zip(side_by_side, groups, strict=False):
+        assert scores[0].order is not None
+        rounds = str(scores[0].order).count(",") + 1
+        rows.append(["rounds", str(count), str(rounds), "1", *over_orders(scores)])
+    for (kept, passes), scores in zip(again, groups[len(side_by_side) :], strict=True):
+        rows.append(["alive", str(kept), "", str(passes), *over_orders(scores)])
+    columns = ("case", "count", "rounds", "passes", "top1", "low", "high")
+    write_table("shipped-rounds.csv", columns, rows)
+
+
 def answers() -> tuple[Tensor, Tensor]:
-    """Logits `[orders * depth, images, classes]`, those of one order in a row, and labels."""
+    """Logits `[orders * counts, images, classes]`, those of one order in a row, and labels."""
     model = ls.wrap(ls.load(MODEL)).eval()
     depth = ls.depth_of(model)
+    fixed = fixed_of(model)
+    hosted = drawn_blocks(depth, fixed)
     options = DataOptions(train=False, max_test=IMAGES)
     data = open_data("digit-pairs", image_view(model), options=options)
     loader = torch.utils.data.DataLoader(data.splits["test"].dataset, batch_size=BATCH)
-    drawn = [ls.Shuffled().draw(depth, seed=0, step=step) for step in range(ORDERS)]
-    orders = [order.beginning(count) for order in drawn for count in range(1, depth + 1)]
+    orders = []
+    for step in range(ORDERS):
+        drawn = ls.Shuffled(fixed=fixed).draw(depth, seed=0, step=step).blocks
+        for count in range(hosted.start + 1, hosted.stop + 1):
+            begun = ls.ExecutionOrder(drawn[hosted.start : count], depth)
+            orders.append(begun.within_ends(fixed))
     parts = []
     truth = []
     with torch.no_grad():
@@ -82,7 +163,7 @@ def answers() -> tuple[Tensor, Tensor]:
 
 
 def chances_of(logits: Tensor, temperatures: list[float]) -> Tensor:
-    """The largest probability of every answer, `[orders * depth, images]`, after the division of
+    """The largest probability of every answer, `[orders * counts, images]`, after the division of
     its logits by the temperature of its number of blocks."""
     divisors = torch.tensor(temperatures * ORDERS)[:, None, None]
     return (logits / divisors).softmax(dim=-1).amax(dim=-1)
@@ -134,4 +215,6 @@ def draw(temperatures: list[float]) -> None:
 
 
 if __name__ == "__main__":
+    measure_stops()
+    measure_rounds()
     draw(write_tables())

@@ -253,7 +253,7 @@ def until_it_answers(port: int, folder: Path, walk: EnteredFiles) -> str:
         hosting = threading.Thread(target=lambda: run(host.run()))
         hosting.start()
         opened(f"{address}/readyz")
-        request = f"{address}/v1/classify?min_blocks=12&deadline_ms=30000"
+        request = f"{address}/v1/classify?min_blocks=10&deadline_ms=30000"
         image = asset("digit-pair.png").read_bytes()
         opened(request, image)
         walk.on = True

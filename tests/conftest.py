@@ -3,6 +3,8 @@
 import fcntl
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from layershuffle.ground.machine import collector_paused
+from once import SHARED
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -62,9 +65,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that starts the others makes a directory that all share."""
+    if not hasattr(config, "workerinput"):
+        os.environ[SHARED] = tempfile.mkdtemp(prefix="layershuffle-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
     """At exit some libraries warn about objects that were not collected."""
     gc.unfreeze()
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[SHARED], ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)

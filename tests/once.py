@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+SHARED = "LAYERSHUFFLE_TESTS"
+"""The variable with the directory that all processes of a run of pytest share (`conftest.py`)."""
+
 
 def once(
     factory: pytest.TempPathFactory,

@@ -215,7 +215,8 @@ def test_a_swarm(stranger: Stranger) -> None:
             # Hosts of a busy machine are suspect for a moment now and then, so each of these comes
             # to be true, and need not be so at once.
             wait_for(lambda: types("swarm", "status", *address).count("healthy") == 2)
-            ask = ("classify", PICTURE, *address, *PATIENT)
+            # It would be sure after a block or two.
+            ask = ("classify", PICTURE, *address, *PATIENT, "--confidence", "off")
             answer = wait_for(lambda: types(*ask), holds=in_full)
             assert re.match(rf"{PICTURE}: \d\d [\d.]+ %, ", answer)
             assert "On images like digit-pairs" in answer
@@ -232,5 +233,5 @@ def test_a_swarm(stranger: Stranger) -> None:
 
 
 def in_full(answer: str) -> bool:
-    """Whether `classify` printed an answer to which all blocks of the model contributed."""
-    return "\n12 of 12 blocks in " in answer
+    """Whether `classify` printed an answer to which all blocks of the hosts contributed."""
+    return "\n10 of 10 blocks in " in answer

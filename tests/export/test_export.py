@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layershuffle as ls
 from common import FAMILIES, images, logits_of
-from exported import SHIPPED, exported_digits
+from exported import HOSTED, SHIPPED, exported_digits
 from layershuffle.cli import main
 from layershuffle.core.position_forms import EncodingForm
 from layershuffle.core.stack import blocks_of
@@ -38,7 +38,7 @@ from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle_host.blocks import Block
 from refusals import refuses
 
-ORDERS = ("0,1,2,3,4,5,6,7,8,9,10,11", "7,3,0,11,5,2,9,1,10,4,8,6", "4,1,4")
+ORDERS = ("0,1,2,3,4,5,6,7,8,9,10,11", "0,7,3,5,2,9,1,10,4,8,6,11", "0,4,1,4,11")
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +60,7 @@ def picture(batch: int) -> Tensor:
 def test_the_manifest_says_what_is_there(shipped: Path) -> None:
     facts = facts_of(shipped)
     names = {path.name for path in shipped.iterdir()} - {MANIFEST}
-    weights = {f"block-{block:02d}.weights" for block in range(12)}
+    weights = {f"block-{block:02d}.weights" for block in HOSTED}
     others = {"stem.onnx", "block.onnx", "head.onnx", "calibration.json"}
     assert names == {*others, *weights} == set(facts["files"])
     assert facts["weights"] == weights_digest(ls.load(SHIPPED))
@@ -71,7 +71,8 @@ def test_the_manifest_says_what_is_there(shipped: Path) -> None:
     assert (facts["precision"], facts["depth"], facts["classes"]) == ("fp32", 12, 100)
     assert facts["opset"] == onnx.load(shipped / "stem.onnx").opset_import[0].version == 20
     assert facts["class_names"] == list(class_names_of(ls.load(SHIPPED)) or ())
-    assert facts["trained"] == {"method": "layershuffle", "data": "digit-pairs"}
+    assert facts["trained"] == {"method": "anyorder", "data": "digit-pairs"}
+    assert facts["fixed"] == [1, 1]
     assert {"torch", "onnxruntime", "layershuffle"} <= facts["versions"].keys()
     assert max(block["parity"] for block in facts["blocks"]) <= 1e-5
     assert facts["speed"]["block_ms"] > 0
@@ -87,7 +88,7 @@ def test_another_runtime_that_knows_nothing_of_us_gets_the_same(
     model = ls.load(SHIPPED)
     state = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1))
     shutil.copy(shipped / "block.onnx", tmp_path)
-    for block in range(12):
+    for block in HOSTED:
         shutil.copy(shipped / f"block-{block:02d}.weights", tmp_path / "weights")
         session = ort.InferenceSession(tmp_path / "block.onnx")
         (got,) = session.run(None, {"state": state.numpy()})
@@ -207,7 +208,7 @@ def test_int8_is_taken_if_it_is_measured(
 
 
 def test_a_whole_model_in_one_order(tmp_path: Path) -> None:
-    order, out = "3,0,2", tmp_path / "whole"
+    order, out = "0,3,2,11", tmp_path / "whole"
     assert main(["export", SHIPPED, "--out", str(out), "--whole", "--order", order]) == 0
     session = ort.InferenceSession(out / "model.onnx")
     (got,) = session.run(None, {"images": picture(3).numpy()})
@@ -217,7 +218,7 @@ def test_a_whole_model_in_one_order(tmp_path: Path) -> None:
     assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
     assert facts_of(out)["order"] == order
     with refuses(UsageError):
-        export_whole(SHIPPED, out, order="12")
+        export_whole(SHIPPED, out, order="0,12,11")
     # It is no directory of parts.
     with refuses(ModelFileError, out / MANIFEST):
         ls.load(str(out))

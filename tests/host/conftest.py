@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from gateway_end import Gateway
 
-from exported import exported_digits
+from exported import exported_without_ends
 
 
 @pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model as files; no test may change them."""
-    return exported_digits(tmp_path_factory)
+def digits() -> Path:
+    """All twelve blocks of the shipped model as files; no test may change them."""
+    return exported_without_ends()
 
 
 @pytest.fixture

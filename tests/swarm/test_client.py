@@ -18,6 +18,7 @@ from gateway_site import HOSTS, certify, picture, site, started
 
 from clock import SkippingLoop
 from common import DEPTH
+from exported import HOSTED
 from layershuffle.cli import main
 from layershuffle.cli.asking import ServerOptions
 from layershuffle.cli.serving import UpCommand
@@ -349,7 +350,7 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys):
         assert f"classify IMAGE --address {url} --authority FILE --api-key-file FILE\n" in text
         assert "host-token --ca FILE\n" in text
         with SwarmClient(url, api_key=KEY, authority=papers / "ca.pem") as client:
-            assert sorted(client.classify(image).blocks) == list(range(12))
+            assert sorted(client.classify(image).blocks) == [*HOSTED]
             assert client.swarm().audits.disagreed == 0
         assert asyncio.run(asked(url, papers)) == []
         flags = ["--address", url, "--authority", str(papers / "ca.pem"), "--api-key-file", keys]
@@ -358,7 +359,7 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys):
         assert main([*among, *flags]) == 1
         lines, (refused,) = map(str.splitlines, capsys.readouterr())
         assert sum(line.startswith(f"{image}: ") for line in lines) == 2
-        assert sum("12 of 12 blocks in" in line for line in lines) == 2
+        assert sum("10 of 10 blocks in" in line for line in lines) == 2
         assert f"error: {keys} was not classified: The image cannot be read. Where: " in refused
         assert main([*among, "none.png", *flags, "--json"]) == 2
         answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -12,8 +12,9 @@ from virtual_site import VirtualHost, VirtualSite, virtual_gateway
 from clock import AtOnce, loop_time, run_virtual
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.client.labelled import labelled_images
-from layershuffle.gateway.hosts.served_model import RemoteModel
+from layershuffle.gateway.hosts.served_model import RemoteModel, ServedModel
 from layershuffle.gateway.http.requests import Gateway, Options
+from layershuffle.ground.bundled import asset
 from layershuffle.images.pixels import image_batch
 from layershuffle.models import load
 from waiting import until
@@ -58,8 +59,8 @@ def measured(count: int) -> dict[str, dict[str, tuple[int, float, float]]]:
 
     async def main() -> None:
         files = labelled_images(load("bundled:digits-onnx"), "digit-pairs", count=count)
-        async with virtual_gateway(LIMITS, copies=1) as site:
-            model = site.coordinator.model
+        model = ServedModel(asset("digits-onnx"))
+        async with virtual_gateway(LIMITS, model=model, copies=1) as site:
             view = model.manifest.file_view
             images = []
             for labelled in files:

@@ -228,7 +228,7 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
 def test_blocks_that_no_host_holds_are_said_at_the_start(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(start, "_PATIENCE", 0.0)  # long before a host is up
     served(tmp_path, lambda *_: None)
-    assert "No host of this machine holds the blocks 0, 1, 2" in caplog.text
+    assert "No host of this machine holds the blocks 1, 2, 3" in caplog.text
 
 
 @pytest.mark.parametrize("work", ["Upkeep.run", "Children.run", "hosts_on_ray"])

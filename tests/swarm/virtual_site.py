@@ -15,6 +15,7 @@ from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.hosts.connections import ConnectedHosts
 from layershuffle.gateway.hosts.coordinator import Coordinator
 from layershuffle.gateway.hosts.router import Router
+from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.hosts.service import background
 from layershuffle_host import wire
 from layershuffle_host.wire import Header, Kind, State
@@ -27,13 +28,22 @@ Lie = Callable[[State], State]
 
 
 class VirtualSite:
-    """A coordinator of the shipped model, its connected and its router."""
+    """A coordinator of a model, by default that of `digits`, its connected and its router."""
 
-    def __init__(self, limits: Limits, **options: object) -> None:
-        self.connected = ConnectedHosts(digits(), token=TOKEN)
-        self.router = Router(self.connected, depth=digits().depth, limits=limits, clock=loop_time)
+    def __init__(
+        self, limits: Limits, *, model: ServedModel | None = None, **options: object
+    ) -> None:
+        self.model = model or digits()
+        self.connected = ConnectedHosts(self.model, token=TOKEN)
+        self.router = Router(
+            self.connected,
+            depth=self.model.depth,
+            fixed=self.model.manifest.fixed,
+            limits=limits,
+            clock=loop_time,
+        )
         self.coordinator = Coordinator(
-            digits(),
+            self.model,
             router=self.router,
             connected=self.connected,
             **options,  # type: ignore[arg-type]
@@ -42,7 +52,7 @@ class VirtualSite:
     def copies(self) -> list[int]:
         """How many usable hosts hold each block."""
         copies = self.router.swarm.copies()
-        return [copies[block] for block in range(digits().depth)]
+        return [copies[block] for block in self.model.hosted]
 
 
 class VirtualHost:
@@ -128,8 +138,8 @@ class VirtualHost:
 
     async def _visited(self, content: bytes) -> None:
         header = wire.header_of(content)
-        before = wire.state_in(content, header, shape=digits().shape)
-        after = await digits().compute(header.slot, before)
+        before = wire.state_in(content, header, shape=self._site.model.shape)
+        after = await self._site.model.compute(header.slot, before)
         # A canary has half a second in these tests, and a request has more.
         asked = header.time > 1e6
         if asked:
@@ -145,9 +155,11 @@ class VirtualHost:
 
 
 @asynccontextmanager
-async def virtual_gateway(limits: Limits, **options: object) -> AsyncIterator[VirtualSite]:
+async def virtual_gateway(
+    limits: Limits, *, model: ServedModel | None = None, **options: object
+) -> AsyncIterator[VirtualSite]:
     """A gateway whose coordinator runs."""
-    site = VirtualSite(limits, **options)
+    site = VirtualSite(limits, model=model, **options)
     try:
         async with background(site.coordinator.run()):
             yield site

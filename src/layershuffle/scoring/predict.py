@@ -82,7 +82,7 @@ def predict(
     the error that says why. `progress` hears of images. Raises `UsageError` for an order or a mode
     that does not fit the model, and without an image or a class to name.
 
-        (answer,) = ls.predict("bundled:digits-swarm", ["bundled:digit-pair.png"], order="3,0,2")
+        (answer,) = ls.predict("bundled:digits-swarm", ["bundled:digit-pair.png"], order="0,3,2,11")
         answer.top[0].label, answer.top[0].probability
     """
     if isinstance(model, str):

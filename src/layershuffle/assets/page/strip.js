@@ -14,7 +14,7 @@ const EDGE = 0.3; // of a round's width: beyond it a drop goes between rounds, e
 function parse(text, blocks) {
   const rounds = text.split(",").map((word) => word.split("+").map((id) => {
     if (!/^\s*\d{1,4}\s*$/.test(id)) {
-      throw new Error(`"${id.trim()}" is no block: write numbers with commas, as in 3,0,2`);
+      throw new Error(`"${id.trim()}" is no block: write numbers with commas, as in 3,1,2`);
     }
     return Number(id);
   }));
@@ -105,7 +105,7 @@ export class Strip {
     this.blocks = [...Array(depth).keys()].slice(first, depth - last);
     this.changed = changed;
     this.rounds = sequential(this.blocks);
-    say(at("ends"), endsAround(this.blocks, depth));
+    say(at("ends"), endsAround(this.blocks, depth) || "\u00a0");
     this.refused = false; // whether the field holds an order that was refused
     this.place = [0, 0];
     this.list = at("strip");
