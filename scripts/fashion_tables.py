@@ -2,8 +2,8 @@
 
     python scripts/fashion_tables.py
 
-Reads docs/results/fashion-dinov2-320 and, for the row of `anyorder` with 64 images a step,
-docs/results/fashion-anyorder-64. Writes into docs/results/tables. Afterwards scripts/tables.py
+Reads docs/results/fashion-dinov2-320 and, for the rows of `anyorder` with 64 images a step,
+docs/results/fashion-anyorder-64 (all blocks drawn) and docs/results/fashion-ends. Writes into docs/results/tables. Afterwards scripts/tables.py
 renders the pages.
 """
 
@@ -19,6 +19,7 @@ from layershuffle.ground.stats import t_interval
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 STUDY = RESULTS / "fashion-dinov2-320"
 SHORT = RESULTS / "fashion-anyorder-64"
+ENDS = RESULTS / "fashion-ends"
 TABLES = RESULTS / "tables"
 # Arm -> its name on the page, its learning rate, and the paper's scores on ImageNet.
 ARMS = {
@@ -27,6 +28,8 @@ ARMS = {
     "anyorder": ("anyorder --fixed 0,0 (ours)", "4e-4", ""),
     "anyorder-3-distinct": ("anyorder --fixed 0,0 --distinct 3 (ours)", "4e-4", ""),
 }
+# The same of the arms whose first and last block keep their place.
+ENDS_ARMS = {"anyorder-ends-1-1": ("anyorder (ours)", "4e-4", "")}
 STOPS = ("0.8", "0.9", "0.95", "0.98", "0.99", "0.999", "")
 
 # (arm, mode, blocks kept, blocks side by side) -> seed -> top-1 of every order, in percent.
@@ -71,7 +74,7 @@ def cell(scores: Scores, arm: str, mode: str, kept: int = 12, side_by_side: int 
 
 def table_row(scores: Scores, arm: str) -> dict[str, str]:
     """The line of an arm."""
-    name, rate, paper = ARMS[arm]
+    name, rate, paper = (ARMS | ENDS_ARMS)[arm]
     return {
         "method": name,
         "models": str(len(scores[arm, "sequential", 12, 1])),
@@ -95,14 +98,17 @@ def stopped(sure: Stopped, arm: str, mode: str, stop: str) -> str:
 
 
 def write_scores() -> None:
-    """The table of 320 images a step, and the row of `anyorder` in that of 64."""
+    """The table of 320 images a step, and the rows of `anyorder` in that of 64."""
     scores = scores_of(STUDY)
     write_table("fashion-dinov2-320.csv", [table_row(scores, arm) for arm in ARMS])
     table = read_rows(TABLES / "fashion-dinov2.csv")
-    others = [row for row in table if row["method"] != ARMS["anyorder"][0]]
-    ours = table_row(scores_of(SHORT), "anyorder") | {"paper": ""}
-    columns = list(table[0])
-    write_table("fashion-dinov2.csv", [*others, {name: ours.get(name, "") for name in columns}])
+    ours = [table_row(scores_of(SHORT), "anyorder")]
+    ours += [table_row(scores_of(ENDS), arm) for arm in ENDS_ARMS]
+    names = {row["method"] for row in ours}
+    rows = [row for row in table if row["method"] not in names]
+    for row in ours:
+        rows.append({column: row.get(column, "") for column in table[0]})
+    write_table("fashion-dinov2.csv", rows)
 
 
 def write_stops() -> None:
