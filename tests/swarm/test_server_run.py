@@ -20,7 +20,7 @@ from websockets.exceptions import ConnectionClosed
 from layershuffle.cli.serving import UpCommand
 from layershuffle.gateway.brain.settings import SwarmSettings
 from layershuffle.gateway.http.admission import GatewayLimits
-from layershuffle.gateway.http.listening import GatewaySocket, listening
+from layershuffle.gateway.http.listening import GatewaySocket, in_turns, listening
 from layershuffle.gateway.http.secrets import client_context, server_context
 from layershuffle.gateway.http.start import Serving, serve_swarm
 from layershuffle.ground.errors import LayerShuffleError, UsageError
@@ -295,6 +295,50 @@ def test_four_addresses_that_never_read_keep_nobody_else_out():
 
 
 # --- connections that do nothing ------------------------------------------------------------------
+
+
+def test_requests_in_a_row_leave_every_address_its_turn():
+    """A hundred connections of one address, which send one request after the other. Another address
+    begins next, and at most one of theirs is answered in each step of its request. A request that
+    waits holds no turn."""
+    steps = 20
+    begun = []
+    forever = asyncio.Event()
+
+    async def app(scope, receive, send):
+        address = scope["client"][0]
+        begun.append(address)
+        if address == "10.0.0.2":
+            for _ in range(steps):
+                await asyncio.sleep(0)
+        elif address == "10.0.0.3":
+            await forever.wait()
+
+    async def go():
+        turned = in_turns(app)
+
+        async def ask(address):
+            await turned({"type": "http", "client": (address, 1)}, None, None)
+
+        async def ask_in_a_row():
+            for _ in range(20):
+                await ask("10.0.0.1")
+
+        waiting = asyncio.ensure_future(ask("10.0.0.3"))
+        rows = [asyncio.ensure_future(ask_in_a_row()) for _ in range(100)]
+        await until(lambda: len(begun) > 100)
+        before = len(begun)
+        await ask("10.0.0.2")
+        after = len(begun)
+        forever.set()
+        await asyncio.gather(waiting, *rows)
+        return before, after
+
+    before, after = asyncio.run(go())
+    assert "10.0.0.2" in begun[before : before + 2]
+    assert after - before <= steps + 2
+    assert begun.count("10.0.0.1") == 2000
+    assert begun[0] == "10.0.0.3"
 
 
 def test_the_longest_silent_connection_makes_room():

@@ -2,7 +2,8 @@
 
 uvicorn implements HTTP, by its public options alone. What it lacks against hostile clients is done
 below it, at the socket, and above it, as an app around the app. These are bounds on the connections
-of one address, on the time until a request is there, and on the time until an answer is read.
+of one address, on the time until a request is there, and on the time until an answer is read; and
+turns, in which the addresses have their requests begun.
 
 Its own `limit_concurrency` answers everybody with 503 once silent connections reach it. Its
 `timeout_keep_alive` counts from the first request on, so that 200 clients which send a byte of
@@ -32,6 +33,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layershuffle.gateway.hosts.connections import ConnectedHosts, HostConnection
+from layershuffle.gateway.hosts.places import Places
 from layershuffle.gateway.http.admission import GatewayLimits, client_name
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 
@@ -80,8 +82,10 @@ async def listening(
     """
     # It logs every broken head: a client could fill the disk.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    # Anybody may write X-Forwarded-For; without a proxy that is trusted it is not read.
-    inner: Any = ProxyHeadersMiddleware(app, list(trusted)) if trusted else app
+    inner: Any = in_turns(app)
+    if trusted:
+        # Anybody may write X-Forwarded-For; without a proxy that is trusted it is not read.
+        inner = ProxyHeadersMiddleware(inner, list(trusted))
 
     def connection(**_: Any) -> asyncio.Protocol:
         assert connected is not None
@@ -126,6 +130,26 @@ async def _watch(
         if server.should_exit and not ending:
             ending = True
             on_end()
+
+
+def in_turns(app: Any) -> Any:
+    """`app`, whose requests begin one at a time: of the addresses that ask, each in its turn.
+
+    Most answers are made in one step of the event loop. Without turns, each of 480 connections that
+    send one request after the other has one answered every time the loop goes round, and every step
+    of a request of another address waits for 480 answers.
+    """
+    turns = Places(1)
+
+    async def begun(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            client = scope.get("client") or ("", 0)
+            turn = await turns.take(client_name(client[0]))
+            # It ends with this step: what waits, and what a client does not read, holds no turn.
+            asyncio.get_running_loop().call_soon(turn.leave)
+        await app(scope, receive, send)
+
+    return begun
 
 
 class GatewaySocket(socket.socket):
