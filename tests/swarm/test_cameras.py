@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.cameras import form_fields
 from layershuffle.gateway.http.requests import Gateway
 from pictures import file_of, noise
-from waiting import HANGS, wait_for, wait_for_address
+from waiting import HANGS, until, wait_for, wait_for_address
 
 KEY = "a-key-of-some-length"
 MODEL = "runs/mine"  # its name at this door is "mine"
@@ -147,6 +148,31 @@ def test_the_bounds_are_those_of_every_request() -> None:
     assert "64x20 pixels" in too_many[1]
     assert no_image == (422, "The image cannot be read")
     assert other_site[0] == 403
+
+
+def test_the_form_is_out_of_memory_once_its_image_is_decoded() -> None:
+    """The image and every other field, which the model does not see."""
+    image = file_of(picture()) + bytes(8 << 20)
+    request = by_node_red(image, api_key="a" * (4 << 20), min_confidence="0.1")
+
+    async def go(site: Site) -> int:
+        gateway = site.app.state.gateway
+        genuine = gateway.remote_model.classify
+
+        async def measured(*args: Any, **options: Any) -> Any:
+            # The thread that has decoded the image lets go of it a moment later.
+            await until(lambda: tracemalloc.get_traced_memory()[0] - before < 2 << 20)
+            return await genuine(*args, **options)
+
+        gateway.remote_model.classify = measured
+        before, _ = tracemalloc.get_traced_memory()
+        return (await posted(site, "mine", request)).status_code
+
+    tracemalloc.start()
+    try:
+        assert run(go, model=MODEL) == 200
+    finally:
+        tracemalloc.stop()
 
 
 def test_wrong_forms_are_refused_with_what_is_right() -> None:

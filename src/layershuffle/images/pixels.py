@@ -226,7 +226,7 @@ def image_batch(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np
     for count, most, kind in ((scans, MAX_SCANS, "scans"), (markers, MAX_MARKERS, "markers")):
         if count > most:
             raise DataError(f"The image has more than {most} {kind}", hint=_PLAIN_HINT)
-    try:
+    with _faults_of_strangers(most_pixels):
         content = _BoundedFile(without_metadata(file))
         image = Image.open(content, formats=FORMATS)
         content.left = None  # a decoder reads in large pieces, and the pixels are bounded
@@ -237,11 +237,27 @@ def image_batch(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np
             image.close()  # three copies of a photograph would be in memory
         pixels = to_mode(shown, view.channels, place=None)
         shown.close()
+    return normalised(view_pixels(pixels, view), view)[None]
+
+
+def image_size(file: bytes, *, most_pixels: int) -> tuple[int, int]:
+    """(width, height) of the image in the file of a stranger as it is stored, by its head alone.
+
+    Raises `DataError` if the head cannot be read.
+    """
+    with _faults_of_strangers(most_pixels):
+        return Image.open(_BoundedFile(without_metadata(file)), formats=FORMATS).size
+
+
+@contextmanager
+def _faults_of_strangers(most_pixels: int) -> Iterator[None]:
+    """Within, an image that cannot be read, or is too large for Pillow, is a `DataError`."""
+    try:
+        yield
     except Image.DecompressionBombError as error:
         raise _too_large(str(error), f"{most_pixels} pixels") from error
     except DECODE_ERRORS as error:
         raise DataError("The image cannot be read", hint=_FORMATS_HINT) from error
-    return normalised(view_pixels(pixels, view), view)[None]
 
 
 def _check_size(image: Image.Image, view: ImageView, *, scans: int, most_pixels: int) -> None:

@@ -6,7 +6,6 @@ form becomes a request to /v1/classify: its bounds, its key and its place are th
 
 from __future__ import annotations
 
-import io
 import re
 from email.message import Message
 from email.parser import BytesHeaderParser
@@ -14,14 +13,13 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
-from PIL import Image
 from starlette.requests import Request
 from starlette.types import Message as Event
 
 from layershuffle.gateway.http.errors import HTTPError
 from layershuffle.gateway.http.requests import Gateway, Options
 from layershuffle.ground.errors import UsageError
-from layershuffle.images.pixels import FORMATS, without_metadata
+from layershuffle.images.pixels import image_size
 
 CAMERAS = "/v1/vision/custom"
 MIN_CONFIDENCE = 0.45
@@ -63,9 +61,12 @@ def add_cameras(
         image = form.get("image", b"")
         if not image:
             raise UsageError("There is no image in the form", hint=_HINT)
-        answer = await gateway.classify(_with_body(plain, image), Options.model_validate({}))
+        width, height = image_size(image, most_pixels=gateway.limits.max_pixels)
+        plain = _with_body(plain, image)
+        # Of the form nothing stays here: the gateway counts the image until it is decoded.
+        del form, image
+        answer = await gateway.classify(plain, Options.model_validate({}))
         gateway.counters.count_answer(answer)
-        width, height = Image.open(io.BytesIO(without_metadata(image)), formats=FORMATS).size
         box = {"x_min": 0, "y_min": 0, "x_max": width, "y_max": height}
         predictions = []
         for guess in answer.top:
@@ -75,7 +76,7 @@ def add_cameras(
 
 
 async def _admitted(request: Request, gateway: Gateway) -> tuple[Request, dict[str, bytes]]:
-    """The request with the key of its form as a header, and the fields of the form.
+    """The request without its body, and the fields of its form, of which one may be its key.
 
     The body is read before the key is known: within the memory and the time of an address. Raises
     the errors of `Admission`.
@@ -85,10 +86,11 @@ async def _admitted(request: Request, gateway: Gateway) -> tuple[Request, dict[s
     plain = Request({**request.scope, "headers": headers}, request.receive)
     async with gateway.admission.received(plain) as received:
         form = form_fields(received.body, kind=kind)
+    keyed = plain
     if form.get("api_key") and "authorization" not in request.headers:
-        headers.append((b"authorization", b"Bearer " + form["api_key"]))
-        plain = Request({**request.scope, "headers": headers}, request.receive)
-    await gateway.admission.admit(plain)
+        key = (b"authorization", b"Bearer " + form["api_key"])
+        keyed = Request({**request.scope, "headers": [*headers, key]}, request.receive)
+    await gateway.admission.admit(keyed)
     return plain, form
 
 
