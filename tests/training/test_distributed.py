@@ -83,6 +83,17 @@ class SeenForwards(list):
         super().__init__()
         module = sys.modules["layershuffle.core.losses"]
         module.loss_of_orders = self.recorded(module.loss_of_orders)
+        loop = sys.modules["layershuffle.training.loop"]
+        loop.compile_blocks = self.forgotten_after(loop.compile_blocks)
+
+    def forgotten_after(self, compile_blocks):
+        """The forwards that compile blocks before the first step are those of no step."""
+
+        def compile_and_forget(state):
+            compile_blocks(state)
+            self.clear()
+
+        return compile_and_forget
 
     def recorded(self, loss_of_orders):
         def record(model, images, *, labels, **others):
