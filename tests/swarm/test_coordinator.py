@@ -394,12 +394,19 @@ def test_the_end_of_a_process_quotes_its_error(
     assert caplog.messages == messages
 
 
-def test_a_held_host_stays_away(tmp_path: Path) -> None:
+def test_a_killed_host_stays_away_without_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(coordinator_module, "_QUIET", 0.0)
+
     async def main() -> None:
         async with gateway() as site, family(site, hosts=2) as children:
-            children.hold("host-1")
-            children.signal("host-1", signal.SIGKILL)
+            site.coordinator.kill("host-1")
             await site.until(lambda: "host-1" not in children.pids)
+            await site.until(lambda: "Host host-1 has gone" in caplog.text)
+            await site.until(lambda: "host-1 has ended, as it was asked to" in caplog.text)
+            assert not [record for record in caplog.records if record.levelno > logging.INFO]
             with refuses(LayerShuffleError):
                 children.signal("host-1", signal.SIGKILL)
             await asyncio.sleep(0.3)

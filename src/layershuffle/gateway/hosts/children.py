@@ -87,6 +87,10 @@ class Children:
         """Do not start the host again until `release`."""
         self._held[name].clear()
 
+    def holds(self, name: str) -> bool:
+        """Whether a host of this machine stays away, as it was told to."""
+        return name in self._held and not self._held[name].is_set()
+
     def release(self, name: str) -> None:
         """Start the host if it does not run."""
         self._held[name].set()
@@ -105,7 +109,7 @@ class Children:
             if 1000 * (loop.time() - begun) >= limits.stable_ms:
                 pause_ms = limits.restart_ms / 2
             pause_ms = min(2 * pause_ms, limits.restart_max_ms)
-            if end:
+            if end and not self.holds(name):
                 _log.warning("The process of host %s %s", name, end)
             else:
                 _log.info("The process of host %s has ended, as it was asked to", name)

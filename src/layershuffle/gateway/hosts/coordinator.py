@@ -226,6 +226,8 @@ class Coordinator:
                 continue
             self._said[host.name] = host.condition, now
             level, words = _SAID[host.condition] if before or not host.usable else _JOINED
+            if self.children.holds(host.name):
+                level = logging.INFO  # an operator has killed it
             why = f": {host.why}" if host.why else ""
             _log.log(level, "Host %s %s%s", host.name, words, why, extra={"host": host.name})
 
