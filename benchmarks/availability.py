@@ -195,7 +195,9 @@ async def until_whole(url: str, *, hosts: int) -> float | None:
             except SwarmError:
                 continue
             healthy = [host for host in swarm.hosts if host.condition == "healthy"]
-            copies = [sum(block in h.blocks for h in healthy) for block in range(swarm.depth)]
+            first, last = swarm.fixed  # which the gateway runs itself
+            hosted = range(first, swarm.depth - last)
+            copies = [sum(block in h.blocks for h in healthy) for block in hosted]
             if len(healthy) >= hosts and min(copies) >= COPIES:
                 return time.monotonic() - begun
     return None
