@@ -70,7 +70,7 @@ def answer(spec: str, *, batch: int, method: str, distinct: int | None = None) -
     """Seconds of a forward of the whole batch, in a new order every time if the method shuffles."""
     workload, parts = make_workload(spec, batch_size=batch), Method(method, distinct=distinct)
     model = parts.prepare(workload.model).eval()
-    policy = Shuffled() if parts.selects_by == "arbitrary" else Sequential()
+    policy = Shuffled(fixed=parts.fixed) if parts.selects_by == "arbitrary" else Sequential()
     steps = count()
 
     def forward() -> None:

@@ -3,8 +3,8 @@
 Trained as usual, a transformer needs its twelve blocks one after the other, all of them. Here every
 batch runs along orders that are drawn anew, so that no block learns to rely on the one before it
 (arXiv 2407.04513). Afterwards the blocks run in any order, some of them may be gone, and the blocks
-of two such models make a third one. The first and the last block keep their place: the one after
-it always gets the state that it was trained on, and so does the head.
+of two such models make a third one. The first and the last block keep their place: whichever
+block runs second reads the state of the first, and the head always reads that of the last.
 
     python examples/method.py
 

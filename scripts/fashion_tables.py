@@ -3,8 +3,8 @@
     python scripts/fashion_tables.py
 
 Reads docs/results/fashion-dinov2-320 and, for the rows of `anyorder` with 64 images a step,
-docs/results/fashion-anyorder-64 (all blocks drawn) and docs/results/fashion-ends. Writes into docs/results/tables. Afterwards scripts/tables.py
-renders the pages.
+docs/results/fashion-anyorder-64 (all blocks drawn) and docs/results/fashion-ends. Writes into
+docs/results/tables. Afterwards scripts/tables.py renders the pages.
 """
 
 from __future__ import annotations

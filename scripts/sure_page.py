@@ -57,15 +57,16 @@ def write_calibration(cells: list[dict[str, float]]) -> None:
     top1 = {}
     for cell in cells:
         top1[cell["kept"], cell["passes"], cell["parallel"]] = f"{cell['top1']:.6g}"
-    ways = [(passes, parallel) for passes in (1, 2) for parallel in (1, 2, 3, 4)]
+    kinds = [(passes, parallel) for passes in (1, 2) for parallel in (1, 2, 3, 4)]
     rows = []
     for cell in reversed(cells):
         if (cell["passes"], cell["parallel"]) == (1, 1):
             row = [str(cell["kept"])]
             row += [f"{cell[name]:.6g}" for name in ACCURACY]
-            row += [top1.get((cell["kept"], *way), "") for way in ways]
+            for passes, parallel in kinds:
+                row.append(top1.get((cell["kept"], passes, parallel), ""))
             rows.append(row)
-    names = [f"p{passes}_f{parallel}" for passes, parallel in ways]
+    names = [f"p{passes}_f{parallel}" for passes, parallel in kinds]
     write_table("calibration.csv", ("kept", *ACCURACY, *names), rows)
 
 
@@ -127,10 +128,10 @@ def measure_rounds() -> None:
     modes += [f"kept:{kept}:arbitrary:passes={passes}" for kept, passes in again]
     groups = scored(",".join(modes), orders=8, images=600)
     rows = []
-    for count, scores in zip(side_by_side, groups, strict=False):
-        assert scores[0].order is not None
-        rounds = str(scores[0].order).count(",") + 1
-        rows.append(["rounds", str(count), str(rounds), "1", *over_orders(scores)])
+    for count, scores in zip(side_by_side, groups[: len(side_by_side)], strict=True):
+        order = scores[0].order
+        assert order is not None
+        rows.append(["rounds", str(count), str(len(order.rounds)), "1", *over_orders(scores)])
     for (kept, passes), scores in zip(again, groups[len(side_by_side) :], strict=True):
         rows.append(["alive", str(kept), "", str(passes), *over_orders(scores)])
     columns = ("case", "count", "rounds", "passes", "top1", "low", "high")

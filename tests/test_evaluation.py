@@ -286,7 +286,6 @@ def test_the_walk_of_an_order_is_short():
         "evaluation",
         "orders",
         "tensors",
-        "forwards",
         "checks/calls",
         "checks/orders",
         "stack",
@@ -294,8 +293,7 @@ def test_the_walk_of_an_order_is_short():
         "entries",
         "torch_private",
     )
-    # The last one knows which devices have numbers in float64.
-    assert files == {*[f"core/{name}.py" for name in names], "ground/machine.py"}
+    assert files == {f"core/{name}.py" for name in names}
 
 
 @pytest.mark.parametrize(

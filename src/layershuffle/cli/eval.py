@@ -37,7 +37,7 @@ class EvalCommand(ComputingCommand, Reporting):
     """Images to score; their test split is read: digit-pairs, folder:DIR,
     hf:NAME_OR_DIR, torchvision:NAME."""
     order: str | None = None
-    """Score this one execution order ("3,0,2") instead of drawn ones."""
+    """Score this one execution order ("0,3,2,11") instead of drawn ones."""
     stop: float | None = None
     """An image stops at the first block of its order after which its largest probability reaches
     this (0.98), and is scored there; the table says how many blocks it takes."""
@@ -215,7 +215,7 @@ class PredictCommand(ComputingCommand, Reporting):
     """Image files; bundled:digit-pair.png is included in this package."""
     _: KW_ONLY
     order: str | None = None
-    """Run these blocks in this order ("3,0,2")."""
+    """Run these blocks in this order ("0,3,2,11")."""
     modes: str | None = None
     """Draw the order of this mode instead: sequential (the default), arbitrary, kept:9,
     kept:9:arbitrary and others."""

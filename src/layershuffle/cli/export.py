@@ -35,7 +35,7 @@ class ExportCommand(Command):
     whole: bool = False
     """Write one file, model.onnx, of the whole model in one order, instead of its parts."""
     order: str | None = None
-    """The order of --whole, such as "3,0,2" (default: the order of the model)."""
+    """The order of --whole, such as "0,3,2,11" (default: the order of the model)."""
 
     def run(self) -> int:
         """Export, compare and print what was written."""

@@ -332,7 +332,7 @@ class Method:
 
         check_parts(model, distinct=self.distinct, position=self.position, fixed=self.fixed)
         warn_of_step_again(stack_of(model), images, method=self, step=(step, micro_batch, rank))
-        return self.unchecked_loss(
+        return self.loss_without_checks(
             model,
             images,
             labels=labels,
@@ -344,7 +344,7 @@ class Method:
             logits=logits,
         )
 
-    def unchecked_loss(
+    def loss_without_checks(
         self,
         model: nn.Module,
         images: Tensor,
@@ -357,10 +357,7 @@ class Method:
         criterion: Criterion | tuple[Criterion, Criterion] | None = None,
         logits: Callable[[Any], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `loss_and_logits`, for a model that `prepare` made and a loop whose steps count on.
-
-        Nothing of that is checked.
-        """
+        """As `loss_and_logits` unchecked: `prepare` made the model, and no step is repeated."""
         from layershuffle.core.losses import loss_of_orders
 
         return loss_of_orders(

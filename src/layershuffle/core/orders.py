@@ -8,7 +8,7 @@ Version k of the state is the state after k steps. The step at position k reads 
     state[k + 1] = block(state[k])                          where v = k
     state[k + 1] = state[k] + (block(state[v]) - state[v])  where v < k
 
-An order is written as "3,0,2" if every step reads the newest version, as "3+7+0,5+1" in rounds
+An order is written as "0,3,2,11" if every step reads the newest version, as "3+7+0,5+1" in rounds
 (steps that read the same version run side by side), and as "3,7@0,0@1" in general.
 """
 
@@ -76,7 +76,7 @@ class ExecutionOrder:
 
     @classmethod
     def parse(cls, text: str, *, depth: int) -> ExecutionOrder:
-        """The order written as `"3,0,2"`, `"3+7+0,5+1"` or `"3,7@0,0@1"`.
+        """The order written as `"0,3,2,11"`, `"3+7+0,5+1"` or `"3,7@0,0@1"`.
 
         Raises `UsageError` for empty text, words that are not integers, unknown ids and versions
         that do not exist yet.
@@ -86,7 +86,8 @@ class ExecutionOrder:
         """
         if not text.strip():
             raise UsageError(
-                "The text of the execution order is empty", hint='write block ids, such as "3,0,2"'
+                "The text of the execution order is empty",
+                hint='write block ids, such as "0,3,2,11"',
             )
         steps: list[tuple[int, int]] = []
         for word in text.split(","):
@@ -217,7 +218,7 @@ class ExecutionOrder:
 
 
 def order_of(blocks: ExecutionOrder | str | Iterable[int], depth: int) -> ExecutionOrder:
-    """`blocks`, given as an order, as text ("3,0,2") or as ids, as an order of `depth` blocks.
+    """`blocks`, given as an order, as text ("0,3,2,11") or as ids, as an order of `depth` blocks.
 
     Raises `UsageError` for an order of another depth, and in the cases of `ExecutionOrder`.
     """

@@ -66,7 +66,7 @@ def graph_limits(limit: int) -> AbstractContextManager[Any]:
     """
     from torch._dynamo import config
 
-    settings = {
+    settings: dict[str, Any] = {
         "recompile_limit": limit,
         "accumulated_recompile_limit": 8 * limit,
         "fail_on_recompile_limit_hit": True,
@@ -77,7 +77,7 @@ def graph_limits(limit: int) -> AbstractContextManager[Any]:
             "accumulated_cache_size_limit": 8 * limit,
             "fail_on_cache_limit_hit": True,
         }
-    changes: AbstractContextManager[Any] = config.patch(**settings)
+    changes: AbstractContextManager[Any] = config.patch(settings)
     return changes
 
 

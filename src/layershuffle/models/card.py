@@ -93,9 +93,12 @@ def _summary(metadata: ModelMetadata) -> str:
             "loaded without layershuffle, all are blocks of their own)"
         )
     if any(metadata.fixed):
-        ends = zip(("first", "last"), metadata.fixed, strict=True)
-        named = " and ".join(f"the {which} {count}" for which, count in ends if count)
-        blocks += f", of which {named} keep their place, and the others run in any order"
+        named: list[str] = []
+        for which, count in zip(("first", "last"), metadata.fixed, strict=True):
+            if count:
+                named.append(f"the {which}" if count == 1 else f"the {which} {count}")
+        verb = "keeps its" if sum(metadata.fixed) == 1 else "keep their"
+        blocks += f", of which {' and '.join(named)} {verb} place; the others run in any order"
     lines = [
         f"{kind} ({metadata.library} {metadata.name}, {blocks}{heads}), saved by layershuffle "
         "(https://arxiv.org/abs/2407.04513)."

@@ -30,7 +30,6 @@ from layershuffle.models.files import (
     check_download,
     fetched,
     library_errors,
-    read_json,
     read_tensors,
     say_dtype,
     tensor_headers,
@@ -386,8 +385,5 @@ def read(directory: Path, *, seed: int) -> nn.Module:
             lambda: timm.create_model(f"local-dir:{directory}"),
             read_tensors(*weight_files(directory)), place=directory, seed=seed,
         )  # fmt: skip
-        # timm before 1.0.31 does not keep what it was built with, and saving needs it.
-        args = read_json(directory / CONFIG).get("model_args") or {}
-        remember(backbone, Origin(model_args=dict(args)))
         class_names(backbone)  # raises for invalid names
     return backbone

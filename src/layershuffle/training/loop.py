@@ -106,7 +106,12 @@ def train(
             }
             orders = job.method.orders(job.depth, **place)
             forward = partial(
-                job.method.unchecked_loss, model, images, labels=targets, orders=orders, **place
+                job.method.loss_without_checks,
+                model,
+                images,
+                labels=targets,
+                orders=orders,
+                **place,
             )
             compiled = job.compiler.reason is None
             with _around_forward(

@@ -79,7 +79,12 @@ def try_forward(state: TrainState, images: int) -> None:
         with job.compiler.step(inputs.shape, range(job.depth)):
             for orders in warmup_orders(job):
                 forward = partial(
-                    job.method.unchecked_loss, model, inputs, labels=labels, orders=orders, step=0
+                    job.method.loss_without_checks,
+                    model,
+                    inputs,
+                    labels=labels,
+                    orders=orders,
+                    step=0,
                 )
                 again = job.settings.activation_checkpointing
                 with recomputing(model) if again else nullcontext():

@@ -71,7 +71,7 @@ def check_options(
             raise UsageError(
                 f"{option} must be above 0, got {weight}",
                 hint="leave it out for no exit; anyorder without one is layershuffle with "
-                "orders_per_batch=4 and sequential_every=4",
+                "orders_per_batch=4, sequential_every=4 and fixed=(1, 1)",
             )
 
 

