@@ -299,7 +299,7 @@ def test_four_addresses_that_never_read_keep_nobody_else_out():
 
 def test_requests_in_a_row_leave_every_address_its_turn():
     """A hundred connections of one address, which send one request after the other. Another address
-    begins next, and at most one of theirs is answered in each step of its request. A request that
+    begins soon, and at most one of theirs is answered in each step of its request. A request that
     waits holds no turn."""
     steps = 20
     begun = []
@@ -335,8 +335,9 @@ def test_requests_in_a_row_leave_every_address_its_turn():
         return before, after
 
     before, after = asyncio.run(go())
-    assert "10.0.0.2" in begun[before : before + 2]
-    assert after - before <= steps + 2
+    # Before it: a request whose turn it is and that has not begun, and the one that waits longest.
+    assert "10.0.0.2" in begun[before : before + 3]
+    assert after - before <= steps + 3
     assert begun.count("10.0.0.1") == 2000
     assert begun[0] == "10.0.0.3"
 
