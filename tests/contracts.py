@@ -786,5 +786,6 @@ def check_export_of_one_order(family: Family) -> None:
     model = family.wrapped()
     with ls.running(model, PERMUTED):
         wanted = answer(model)
-        program = torch.export.export(model, (images(),))
+        # Not strict, as newer releases of torch have it unless told otherwise.
+        program = torch.export.export(model, (images(),), strict=False)
     assert_close(logits_of(program.module()(images())), wanted, tolerance=1e-6)

@@ -126,7 +126,13 @@ def edit(file: str, *path: str, value: Any) -> Change:
 
 
 def retensor(file: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
-    return lambda place: save_file(change(load_file(place / file)), place / file)
+    def changed(place: Path) -> None:
+        tensors = change(load_file(place / file))
+        # Old releases of safetensors write over the file, which loaded models may have mapped.
+        (place / file).unlink()
+        save_file(tensors, place / file)
+
+    return changed
 
 
 def rename(tensors: dict[str, Any]) -> dict[str, Any]:

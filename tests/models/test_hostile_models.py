@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from saved_models import (
     CONFIG,
     FACTS,
@@ -294,4 +296,11 @@ def test_weights_of_another_dtype_are_computed_in_float32(
 
 def test_names_of_classes_may_be_numbers(hf_directory: Path) -> None:
     edit("config.json", "id2label", value={str(n): 10 * n for n in range(5)})(hf_directory)
+    try:
+        transformers.AutoConfig.from_pretrained(hf_directory)
+    except StrictDataclassFieldValidationError:
+        # transformers 5.4 does, and so do we.
+        with refuses(ModelFileError, hf_directory):
+            ls.load(f"hf:{hf_directory}")
+        return
     assert class_names_of(ls.load(f"hf:{hf_directory}")) == ("0", "10", "20", "30", "40")
