@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -150,6 +151,7 @@ def test_all_forms_of_the_same_images_are_the_same_data(tmp_path: Path, make: Ca
     assert torch.equal(again[2][0], data.splits["test"].dataset[2][0])
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @every_source
 def test_a_corrupt_image_is_named_when_read_and_left_out_on_request(
     tmp_path: Path, make: Callable
@@ -158,13 +160,16 @@ def test_a_corrupt_image_is_named_when_read_and_left_out_on_request(
     with pytest.raises(DataError) as error:
         items(opened(spec), "test")
     name = str(error.value.place)
-    assert "101" in name or name.endswith("(101.png)") or "image 1 of" in name
+    places = ("101", "image 1 of", "image 4 of torchvision")  # torchvision 0.21 names no file
+    assert any(place in name for place in places)
     assert "--skip-corrupt" in str(error.value)
     data = opened(spec, skip_corrupt=True)
     assert data.splits["test"].size == 5
     left = [item for item in expected("test") if item[0] != noise(BAD).tobytes()]
     assert sorted(items(data, "test")) == left
     assert any(note.startswith("skipped 1 of 6 images in test") for note in data.notes)
+    del error
+    gc.collect()  # closes here what torchvision 0.21 leaves open, not in a later test
 
 
 @every_source
