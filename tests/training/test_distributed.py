@@ -94,26 +94,17 @@ class SeenForwards(list):
 
     def __init__(self):
         super().__init__()
-        module = sys.modules["layershuffle.core.losses"]
-        module.loss_of_orders = self.recorded(module.loss_of_orders)
-        loop = sys.modules["layershuffle.training.loop"]
-        loop.compile_blocks = self.forgotten_after(loop.compile_blocks)
+        module = sys.modules["layershuffle.training.loop"]
+        module._inputs = self.recorded(module._inputs)
 
-    def forgotten_after(self, compile_blocks):
-        """The forwards that compile blocks before the first step are those of no step."""
-
-        def compile_and_forget(state):
-            compile_blocks(state)
-            self.clear()
-
-        return compile_and_forget
-
-    def recorded(self, loss_of_orders):
-        def record(model, images, *, labels, **others):
+    def recorded(self, inputs):
+        # The forwards that compile blocks before the first step have no inputs of a step.
+        def record(state, pixels, labels, micro_batch):
+            model = state.model if state.ddp is None else state.ddp
             unused = getattr(model, "find_unused_parameters", None)
             kind = [type(model).__name__, unused, type(next(model.parameters())).__name__]
             self.append([kind, sorted(labels.tolist())])
-            return loss_of_orders(model, images, labels=labels, **others)
+            return inputs(state, pixels, labels, micro_batch)
 
         return record
 
