@@ -7,8 +7,8 @@ and ask four times a second, or without a pause while they lag behind that. Ever
 is killed, and each gateway once; what was killed is started again after a second, as systemd does
 it. A request has failed if neither gateway answers it, and nobody asks a third time.
 
-Besides the claim it writes docs/results/tables/availability.csv, a line for each minute and one for
-all of them, and draws docs/availability.svg from that.
+Besides the claim it writes docs/results/tables/availability.csv, a line for each minute, for ten
+minutes each and for all of them, and draws docs/availability.svg from the minutes.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ COPIES = 2  # of each block, as `swarm up` has them
 AWAY = 1.0  # seconds after which a killed process is started again
 STARTS = 180.0  # seconds for a swarm to be whole, on a busy machine
 LOOK = 0.1  # seconds between looks at a swarm that starts
+TEN = 10  # minutes that a line of the page sums up
 SHARES = ("failed", "late", "in_part", "right")
 COLUMNS = ("minute", "requests", *SHARES, "half_ms", "most_ms", "killed", "load")
 
@@ -308,18 +309,20 @@ def line_of(
 def lines_of(
     requests: Sequence[Request], kills: Sequence[Kill], loads: Sequence[tuple[float, float]]
 ) -> list[dict[str, str]]:
-    """A line for each minute, by when requests were sent, and one for all of them."""
-    lines = []
-    for minute in range(1 + int(max(request.at for request in requests) / 60)):
-        inside = range(60 * minute, 60 * (minute + 1))
-        lines.append(
-            line_of(
-                str(minute + 1),
-                [request for request in requests if int(request.at) in inside],
-                [kill for kill in kills if int(kill.at) in inside],
-                [(at, load) for at, load in loads if int(at) in inside],
-            )
+    """A line for each minute, by when requests were sent, for ten minutes each, and for all."""
+    minutes = 1 + int(max(request.at for request in requests) / 60)
+    spans = {str(minute + 1): range(60 * minute, 60 * (minute + 1)) for minute in range(minutes)}
+    for first in range(0, minutes, TEN):
+        spans[f"{first + 1} to {first + TEN}"] = range(60 * first, 60 * (first + TEN))
+    lines: list[dict[str, str]] = []
+    for name, inside in spans.items():
+        line = line_of(
+            name,
+            [request for request in requests if int(request.at) in inside],
+            [kill for kill in kills if int(kill.at) in inside],
+            [(at, load) for at, load in loads if int(at) in inside],
         )
+        lines.append(line)
     lines.append(line_of("all", requests, kills, loads))
     return lines
 
@@ -334,7 +337,7 @@ def write_table(lines: Sequence[dict[str, str]]) -> None:
 
 def draw(lines: Sequence[dict[str, str]]) -> None:
     """Draw the figure: on the left shares of the requests, on the right times, minute by minute."""
-    minutes = [line for line in lines if line["minute"] != "all"]
+    minutes = [line for line in lines if line["minute"].isdecimal()]
     numbers = [int(line["minute"]) for line in minutes]
     figure = new_figure(9, 3.6)
     left, right = figure.subplots(1, 2)
@@ -347,7 +350,7 @@ def draw(lines: Sequence[dict[str, str]]) -> None:
             values = [float(line[column]) for line in minutes]
             colour, marker, dash = STYLES[1 + len(entries)]
             (drawn,) = axes.plot(
-                numbers, values, color=colour, marker=marker, linestyle=dash, markersize=5
+                numbers, values, color=colour, marker=marker, linestyle=dash, markersize=3
             )
             entries.append((drawn, name))
         axes.set(xlabel="minute", ylim=(0, None))

@@ -77,6 +77,31 @@ for thread in asking: thread.join()
 seconds = time.perf_counter() - begun
 print(len(wrong), len(times) / seconds, statistics.median(times), wrong[:1])
 """
+# Asks until its standard input is closed. A line for each request: when it was sent, its
+# milliseconds and its status.
+STEADY = """
+import http.client, sys, threading, time
+port, size, clients = map(int, sys.argv[1:])
+body = sys.stdin.buffer.read(size)
+path = "/v1/classify?confidence=off&deadline_ms=2000"
+over = threading.Event()
+def ask():
+    gateway = http.client.HTTPConnection("127.0.0.1", port)
+    while not over.is_set():
+        sent = time.monotonic()
+        gateway.request("POST", path, body)
+        answer = gateway.getresponse()
+        answer.read()
+        lines.append(f"{sent} {1000 * (time.monotonic() - sent)} {answer.status}")
+        time.sleep(0.02)
+lines = []
+asking = [threading.Thread(target=ask) for _ in range(clients)]
+for thread in asking: thread.start()
+sys.stdin.buffer.read()
+over.set()
+for thread in asking: thread.join()
+print("\\n".join(lines))
+"""
 
 
 def processor_ms(pids: Iterable[int]) -> float:
@@ -227,6 +252,83 @@ async def felt(*, count: int) -> ClaimRow:
     )
 
 
+async def dying() -> ClaimRow:
+    """Two of six hosts are killed at once: requests of the second after it, against the one before.
+
+    They are started again after that second, since on one machine their start takes the processor
+    from the others. A host that dies again and again is started later each time, so all take turns.
+    """
+    body = asset("digit-pair.png").read_bytes()
+    calm: list[float] = []
+    killed: list[float] = []
+    ratios: list[float] = []
+    async with swarm_of(DEFAULT_MODEL, 6) as swarm, gateway_of(*swarm) as port:
+        coordinator = swarm[0]
+        names = coordinator.children.names
+        await asked(port, body, count=80)  # warms it up
+        for _ in range(5):
+            words = [sys.executable, "-c", STEADY, str(port), str(len(body)), str(CLIENTS)]
+            client = await asyncio.create_subprocess_exec(
+                *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            assert client.stdin is not None
+            client.stdin.write(body)
+            kills: list[float] = []
+            for victims in (names[:2], names[2:4], names[4:]):
+                await asyncio.sleep(1.5)
+                kills.append(time.monotonic())
+                for victim in victims:
+                    coordinator.children.hold(victim)
+                    coordinator.children.signal(victim, signal.SIGKILL)
+                await asyncio.sleep(1.0)
+                for victim in victims:
+                    coordinator.children.release(victim)
+                missing = await coordinator.ready(6, within=60, say=lambda _: None)
+                assert not missing, missing
+            client.stdin.close()
+            output, _ = await client.communicate()
+            before, after = requests_of(output.decode(), kills)
+            calm += before
+            killed += after
+            ratios.append(most_ms(after) / most_ms(before))
+    return ClaimRow(
+        name="two of six hosts are killed (SIGKILL)",
+        what="99 % of the requests sent in the next second: time / of calm ones,",
+        values=tuple(ratios),
+        bound=Bound("at_most", 1.5),
+        facts={
+            "calm_p99_ms": most_ms(calm),
+            "killed_p99_ms": most_ms(killed),
+            "calm_requests": len(calm),
+            "killed_requests": len(killed),
+            "load": os.getloadavg()[0],
+        },
+    )
+
+
+def requests_of(output: str, kills: Iterable[float]) -> tuple[list[float], list[float]]:
+    """The milliseconds of requests sent in the second before each kill, and in the one after it.
+
+    `output` is that of `STEADY`. Raises `AssertionError` for a request that was not answered.
+    """
+    calm: list[float] = []
+    killed: list[float] = []
+    for line in output.splitlines():
+        sent, ms, status = line.split()
+        assert status == "200", line
+        for kill in kills:
+            if kill - 1 <= float(sent) < kill:
+                calm.append(float(ms))
+            if kill <= float(sent) < kill + 1:
+                killed.append(float(ms))
+    return calm, killed
+
+
+def most_ms(times: list[float]) -> float:
+    """The time within which 99 % of the requests were answered."""
+    return statistics.quantiles(times, n=100)[98]
+
+
 async def up() -> ClaimRow:
     """Four hosts, once this process has imported what it needs."""
     times = []
@@ -311,6 +413,7 @@ def rows(effort: Effort) -> Iterator[ClaimRow]:
     yield asyncio.run(answers(6, clients=1))
     yield asyncio.run(hop(count=40))
     yield asyncio.run(felt(count=5))
+    yield asyncio.run(dying())
     yield asyncio.run(up())
     for model, precision in HELD:
         visits = 200 if model == "digits" else 12
