@@ -132,15 +132,20 @@ def upright(image: Image.Image) -> Image.Image:
     nothing to turn. Raises one of `DECODE_ERRORS` if it is damaged."""
     # Pillow opens files lazily; some formats hold their EXIF data behind the pixels.
     image.load()
-    # ImageOps.exif_transpose writes the other EXIF tags again, and fails where one is damaged:
-    # in 2 of 100 files with a changed byte, which viewers show.
-    try:
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except DECODE_ERRORS:
-        turn = None
+    turn = turn_of(image)
     if turn is None:
         return image
     return image.transpose(turn)
+
+
+def turn_of(image: Image.Image) -> Image.Transpose | None:
+    """What is left to do to show an opened image upright, by the EXIF data read so far."""
+    # ImageOps.exif_transpose writes the other EXIF tags again, and fails where one is damaged:
+    # in 2 of 100 files with a changed byte, which viewers show.
+    try:
+        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except DECODE_ERRORS:
+        return None
 
 
 def to_mode(image: Image.Image, channels: int, *, place: str | Path | None) -> Image.Image:

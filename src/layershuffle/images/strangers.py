@@ -20,8 +20,10 @@ from layershuffle.ground.errors import DataError
 from layershuffle.images.pixels import (
     DECODE_ERRORS,
     normalised,
+    pillow_mode,
     resized_size,
     to_mode,
+    turn_of,
     upright,
     view_pixels,
 )
@@ -32,9 +34,9 @@ from layershuffle.images.view import ImageView
 FORMATS = ("JPEG", "PNG", "WEBP")
 MOST_SIDE = 16_384
 """Most pixels of a side of an image. Resizing goes over each side of the image by itself."""
-MOST_BYTES = 245_000_000
+MOST_BYTES = 150_000_000
 """Most bytes that an image may take at a time, in addition to its file, while it is decoded and
-resized: what a progressive photograph of 24 megapixels with full colour takes."""
+resized. A photograph that has to be turned takes 8 a pixel, so it has 18 million pixels at most."""
 MAX_SCANS = 32
 """Most scans of a JPEG. Progressive ones have about ten."""
 MAX_MARKERS = 2000
@@ -74,8 +76,10 @@ def image_batch(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np
         shown = upright(image)
         if shown is not image:
             image.close()  # three copies of a photograph would be in memory
-        pixels = to_mode(shown, view.channels, place=None)
-        shown.close()
+        pixels = shown
+        if shown.mode != pillow_mode(view.channels):
+            pixels = to_mode(shown, view.channels, place=None)
+            shown.close()
     return normalised(view_pixels(pixels, view), view)[None]
 
 
@@ -117,7 +121,13 @@ def _check_size(image: Image.Image, view: ImageView, *, scans: int, most_pixels:
             raise _too_large(
                 f"{new_width}x{new_height} pixels at the model's size", f"{most_pixels}"
             )
-        needed = decoding_bytes(image, size=size, resized=(new_width, new_height), scans=scans)
+        needed = decoding_bytes(
+            image,
+            size=size,
+            resized=(new_width, new_height),
+            scans=scans,
+            channels=view.channels,
+        )
         if needed > MOST_BYTES:
             raise _too_large(
                 f"it takes {needed / 1e6:.0f} MB to decode and resize", f"{MOST_BYTES / 1e6:.0f} MB"
@@ -125,11 +135,17 @@ def _check_size(image: Image.Image, view: ImageView, *, scans: int, most_pixels:
 
 
 def decoding_bytes(
-    image: Image.Image, *, size: tuple[int, int], resized: tuple[int, int], scans: int
+    image: Image.Image,
+    *,
+    size: tuple[int, int],
+    resized: tuple[int, int],
+    scans: int,
+    channels: int,
 ) -> int:
     """The most bytes that an opened image takes at a time from its decoding to its resizing.
 
-    `size` and `resized`: its (width, height), upright and for the model; `scans`: of a JPEG.
+    `size` and `resized`: its (width, height), upright and for the model, which takes so many
+    `channels`; `scans`: of a JPEG.
     """
     width, height = size
     new_width, new_height = resized
@@ -140,13 +156,27 @@ def decoding_bytes(
         decoding += 12  # the frame, the one before, and what is handed over
     if scans > 1:
         decoding += 2 * len(image.getbands())  # the coefficients of all pixels, until the last scan
-    turning = 2 * stored
-    converting = stored + 4
-    if image.mode in ("P", "PA"):
-        converting += 4  # through RGBA
+    # Only of a JPEG the head says it: other files may have it behind the pixels.
+    upright = image.format == "JPEG" and turn_of(image) is None
+    turning = 0 if upright else 2 * stored
+    converting = stored + _converted_bytes(image.mode, channels)
     # Columns first, then rows; the result is copied twice until it is an array.
     resizing = 4 * (area + new_width * height) + (4 + 2 * 3) * new_width * new_height
     return max(area * max(decoding, turning, converting), resizing)
+
+
+def _converted_bytes(mode: str, channels: int) -> int:
+    """Bytes a pixel that `to_mode` holds at most, beside the image that it is given."""
+    target = _STORED.get(pillow_mode(channels), 4)
+    if mode == pillow_mode(channels):
+        return 0
+    if mode in ("P", "PA"):
+        return 8  # through RGBA
+    if mode.startswith("I;16"):
+        return 2 + 1 + target  # its numbers, and their eight bits
+    if channels == 1 and mode not in ("1", "LA", "La", "RGB"):
+        return 4 + target  # through RGB
+    return target
 
 
 def without_metadata(file: bytes) -> bytes:
