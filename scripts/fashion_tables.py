@@ -29,7 +29,10 @@ ARMS = {
     "anyorder-3-distinct": ("anyorder --fixed 0,0 --distinct 3 (ours)", "4e-4", ""),
 }
 # The same of the arms whose first and last block keep their place.
-ENDS_ARMS = {"anyorder-ends-1-1": ("anyorder (ours)", "4e-4", "")}
+ENDS_ARMS = {
+    "layershuffle-ends-1-1": ("LayerShuffle --fixed 1,1", "4e-4", ""),
+    "anyorder-ends-1-1": ("anyorder (ours)", "4e-4", ""),
+}
 STOPS = ("0.8", "0.9", "0.95", "0.98", "0.99", "0.999", "")
 
 # (arm, mode, blocks kept, blocks side by side) -> seed -> top-1 of every order, in percent.
@@ -63,11 +66,13 @@ def scores_of(study: Path) -> Scores:
 
 
 def cell(scores: Scores, arm: str, mode: str, kept: int = 12, side_by_side: int = 1) -> str:
-    """The mean over models with half of its 95 % interval; empty if nothing was measured."""
+    """The mean over models, of several with half of its 95 % interval; empty without scores."""
     of_seeds = scores[arm, mode, kept, side_by_side]
     if not of_seeds:
         return ""
     means = [mean(values) for values in of_seeds.values()]
+    if len(means) == 1:
+        return f"{means[0]:.1f}"
     low, high = t_interval(means)
     return f"{mean(means):.1f} &plusmn;{(high - low) / 2:.1f}"
 
