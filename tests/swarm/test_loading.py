@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from virtual_site import VirtualHost, VirtualSite, virtual_gateway
 
 from clock import run_virtual
-from layershuffle.gateway.brain.assignment import BlockFile, HostCapacity, Loading, assign, overdue
+from layershuffle.gateway.brain.assignment import (
+    BlockFile,
+    HostCapacity,
+    Loading,
+    Stay,
+    assign,
+    overdue,
+    settled,
+)
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.state import Visited
 from waiting import until
@@ -92,6 +100,64 @@ def test_nobody_is_rid_of_its_failures_by_dialling_in_again() -> None:
             assert given == 1
 
     run_virtual(main())
+
+
+def test_hosts_that_come_and_go_keep_no_copy_from_hosts_that_stay() -> None:
+    """Four are up for a third of a second, time and again; from the third time on they wait."""
+
+    async def main() -> None:
+        async with virtual_gateway(LIMITS) as site:
+            steady = [VirtualHost(site, f"steady-{number}") for number in range(2)]
+            await until(lambda: min(site.copies()) >= 2)
+            for host in steady:
+                assert len(host.assigned) == DEPTH
+
+            async def comes_and_goes(name: str) -> None:
+                for _ in range(40):
+                    host = VirtualHost(site, name, speed=100.0)
+                    await asyncio.sleep(0.35)
+                    host.close(1001, "bye")
+                    await asyncio.sleep(0.1)
+
+            names = [f"restless-{number}" for number in range(4)]
+            turns = [asyncio.create_task(comes_and_goes(name)) for name in names]
+            await asyncio.sleep(5)
+            for _ in range(100):
+                await asyncio.sleep(0.1)
+                for host in steady:
+                    assert len(host.loaded) == DEPTH
+                for name in names:
+                    assert not site.router.swarm[name].blocks
+            await asyncio.gather(*turns)
+            # One that stays after all is given blocks again.
+            host = VirtualHost(site, names[0], speed=100.0)
+            assert "its last 40 connections ended soon" in site.router.swarm[names[0]].why
+            await until(lambda: bool(host.loaded), seconds=60)
+
+    run_virtual(main())
+
+
+def test_a_host_that_comes_and_goes_is_given_blocks_while_some_are_missing() -> None:
+    async def main() -> None:
+        async with virtual_gateway(LIMITS) as site:
+            for _ in range(8):
+                host = VirtualHost(site, "alone")
+                assert await all_held(site, seconds=1) < 0.5
+                host.close(1001, "bye")
+                await asyncio.sleep(1)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("short", "pause"),
+    [(0, 0.0), (2, 0.0), (3, 0.2), (4, 0.4), (5, 0.8), (11, 30.0), (10**9, 30.0)],
+)
+def test_a_pause_doubles_with_every_short_connection(short: int, pause: float) -> None:
+    stay = Stay(100.0, short)
+    limits = Limits(restart_ms=200, restart_max_ms=30_000)
+    assert settled(stay, now=100.0 + pause + 0.001, limits=limits)
+    assert pause == 0.0 or not settled(stay, now=100.0 + pause - 0.001, limits=limits)
 
 
 @pytest.mark.parametrize("end", ["leaves", "is shut out"])

@@ -51,6 +51,15 @@ class Loading:
 
 
 @dataclass(frozen=True, slots=True)
+class Stay:
+    """How a host stays: it dialled in at `since`, in seconds of any clock, and `short` of its
+    connections before this one ended soon, one after the other."""
+
+    since: float
+    short: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class BlockFile:
     """The weights of a block. Places that share their weights have the same digest."""
 
@@ -113,6 +122,19 @@ def overdue(loading: Loading, blocks: Iterable[BlockFile], *, now: float, limits
         return False
     seconds = limits.load_ms / 1000 + largest / limits.load_bytes_per_second
     return now - loading.since >= seconds
+
+
+def settled(stay: Stay, *, now: float, limits: Limits) -> bool:
+    """Whether a host has stayed for so long that its copies of blocks count.
+
+    Two short connections are forgiven. From the third on it has to stay for a pause that doubles,
+    like the one before a process of this machine is started again.
+    """
+    doubled = stay.short - 3
+    if doubled < 0:
+        return True
+    pause_ms = min(limits.restart_ms * 2.0 ** min(doubled, 64), limits.restart_max_ms)
+    return now - stay.since >= pause_ms / 1000
 
 
 class _Table:

@@ -16,7 +16,15 @@ from dataclasses import replace
 from functools import partial
 
 from layershuffle.gateway.brain import state
-from layershuffle.gateway.brain.assignment import COPIES, HostCapacity, Loading, assign, overdue
+from layershuffle.gateway.brain.assignment import (
+    COPIES,
+    HostCapacity,
+    Loading,
+    Stay,
+    assign,
+    overdue,
+    settled,
+)
 from layershuffle.gateway.brain.state import HostState, Visit
 from layershuffle.gateway.hosts.children import Children
 from layershuffle.gateway.hosts.connections import ConnectedHost, ConnectedHosts
@@ -77,6 +85,7 @@ class Coordinator:
         self._planned: list[HostCapacity] = []
         # By name, so that nobody is rid of it by dialling in again.
         self._loading: dict[str, Loading] = {}
+        self._stays: dict[str, Stay] = {}
         self._said: dict[str, tuple[str, float]] = {}
         self._changed = asyncio.Event()
         self._tests = set[asyncio.Task[None]]()
@@ -152,9 +161,15 @@ class Coordinator:
         elif host.hello["memory"] < (least := min(file.size for file in self.model.weights)):
             why = f"its --memory is for no block: one takes {math.ceil(least / 1000)}KB"
             known = known._replace(why=why)
+        now = self.router.clock()
+        stay = replace(self._stays.get(host.name, Stay(now)), since=now)
+        if not settled(stay, now=now, limits=self.router.limits):
+            why = f"its last {stay.short} connections ended soon; it is given blocks once it stays"
+            known = known._replace(why=known.why or why)
         self.router.put(known)
+        self._stays[host.name] = stay
         before_it = self._loading.get(host.name, Loading(0.0))
-        self._loading[host.name] = replace(before_it, since=self.router.clock())
+        self._loading[host.name] = replace(before_it, since=now)
         if returned is not None:
             # It comes back to what it had, and nobody else has taken that yet.
             self.connected.assign(host.name, returned[0].blocks)
@@ -198,7 +213,12 @@ class Coordinator:
         now = self.router.clock()
         limits = self.router.limits
         self.health.drop(name)
-        if self.router.swarm[name].condition in ("healthy", "suspect"):
+        stay = self._stays[name]
+        was_settled = settled(stay, now=now, limits=limits)
+        lasted = now - stay.since
+        short = 0 if lasted >= limits.stable_ms / _MILLI else stay.short + 1
+        self._stays[name] = replace(stay, short=short)
+        if was_settled and self.router.swarm[name].condition in ("healthy", "suspect"):
             # It may come back to its blocks; until then it serves none of them.
             self._departed[name] = replace(self._capacity(host), ready=frozenset()), now
         until = now + limits.return_ms / _MILLI
@@ -208,6 +228,7 @@ class Coordinator:
             longest = min(gone, key=lambda n: self.router.swarm[n].retry_at)
             self.router.swarm.remove(longest)
             self._loading.pop(longest, None)
+            self._stays.pop(longest, None)
         self._changed.set()
 
     def _remember_shut_out(self) -> None:
@@ -284,12 +305,13 @@ class Coordinator:
         now = self.router.clock()
         swarm = self.router.swarm
         self._look_at_loading(now)
-        present = {
-            name: self._capacity(host)
-            for name, host in self.connected.items()
-            if swarm[name].condition in ("healthy", "suspect")
-        }
         whole = not swarm.lacking(self.model.hosted)
+        present: dict[str, HostCapacity] = {}
+        for name, host in self.connected.items():
+            # One that comes and goes counts while blocks are missing, and else once it stays.
+            stays = not whole or settled(self._stays[name], now=now, limits=self.router.limits)
+            if stays and swarm[name].condition in ("healthy", "suspect"):
+                present[name] = self._capacity(host)
         self._departed = {
             name: (capacity, since)
             for name, (capacity, since) in self._departed.items()
