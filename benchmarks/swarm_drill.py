@@ -1,5 +1,7 @@
 """Claim: hosts fail in twelve ways, and no request is lost or late while a host is left.
 
+Besides the claim it writes docs/results/tables/swarm-drill.csv, a line for each way.
+
 A gateway and its hosts, each a real process. Test images with known classes are sent while hosts
 fail in one way after the other; each answer is compared with what the calibration lets expect.
 Where the swarm has to recover by itself (killed processes are started again, liars are shut out),
@@ -10,6 +12,7 @@ then.
 from __future__ import annotations
 
 import asyncio
+import csv
 import secrets
 import sys
 import time
@@ -38,6 +41,22 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # where the
 from simulation.chaos import FaultInjector
 from simulation.faults import SCENARIOS, ScenarioName
 
+TABLE = Path(__file__).resolve().parent.parent / "docs" / "results" / "tables" / "swarm-drill.csv"
+SHOWN: dict[ScenarioName, str] = {
+    "third": "a third killed, for good",
+    "all-but-one": "all but one killed",
+    "all": "all killed",
+    "frozen": "one frozen",
+    "slow": "one ten times slower",
+    "cut": "one cut off",
+    "lossy": "one behind a link of 200 ms that loses a fifth",
+    "restless": "one comes back every second",
+    "leaving": "one leaves, and comes back",
+    "liar": "one always lies",
+    "rare-liar": "one lies in 1 % of its answers",
+    "canary-liar": "one lies, but not to canaries",
+}
+"""What the table calls the scenarios."""
 HOSTS, REQUESTS = 4, 300
 DEADLINE_MS = 2000.0
 LOOK = 0.05  # seconds between looks at the hosts
@@ -165,12 +184,25 @@ def row_of(name: ScenarioName, replies: Sequence[Reply], whole: float | None) ->
     )
 
 
+def write_table(measured: Sequence[ClaimRow]) -> None:
+    """Write the CSV file of the page."""
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        columns = ("scenario", "requests", *COLUMNS, "whole_s")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in measured:
+            requests = row.settings["requests"]
+            writer.writerow({"scenario": SHOWN[row.name], "requests": requests, **row.facts})
+
+
 def rows(effort: Effort) -> Iterator[ClaimRow]:
     """All scenarios; in little the first alone, with few requests."""
     if effort is SMOKE:
         yield from asyncio.run(measure([*SCENARIOS][:1], 24))
     else:
-        yield from asyncio.run(measure([*SCENARIOS], REQUESTS))
+        measured = asyncio.run(measure([*SCENARIOS], REQUESTS))
+        write_table(measured)
+        yield from measured
 
 
 CLAIM = Claim(theme="swarm-drill", text=__doc__.splitlines()[0].removeprefix("Claim: "), rows=rows)
