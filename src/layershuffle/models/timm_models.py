@@ -345,7 +345,10 @@ def _architecture(backbone: Backbone) -> str:
 
 
 def _known_args(backbone: Backbone) -> dict[str, Any]:
-    """Arguments recorded by timm (1.0.31 or later) or by `build`, else those of its attributes."""
+    """Arguments recorded by `timm.create_model` or by `build`, else those of its attributes.
+
+    timm records none where a function or a class of its own is called: `vit_tiny_patch16_224()`.
+    """
     # The public `timm.models.get_model_args` leaves out the rates of dropout, which `save` keeps.
     args = {**getattr(backbone, "_model_args", {}), **origin_of(backbone).model_args}
     if not args:
