@@ -183,12 +183,8 @@ def evaluate(
     )
     if not columns:
         raise DataError("There is nothing to evaluate: no mode and no order was given")
-    given = columns[0].order
-    is_plain = len(columns) == 1 and given is not None and given.versions is None
-    # A single plain order asks for no verdict.
-    if not is_plain or stop is not None:
-        # A gate that was zero at the last verdict may have been trained since.
-        forget(stack_of(model))
+    # A gate that was zero at the last verdict may have been trained since.
+    forget(stack_of(model))
     # Training calls this between two steps: dropout must be off here and on again afterwards.
     # Not inference_mode: backbones cache tensors (BEiT), with which they could not be trained.
     with in_eval(model), torch.no_grad():

@@ -295,7 +295,8 @@ class Method:
         parts that the method trains (`prepare` adds them), and `StackError` where the backbone
         cannot run along such orders.
         """
-        from layershuffle.core.stack import depth_of
+        from layershuffle.core.checks.steps import warn_of_step_again
+        from layershuffle.core.stack import depth_of, stack_of
 
         place = {"step": step, "micro_batch": micro_batch, "rank": rank}
         loss, _ = self.loss_and_logits(
@@ -307,6 +308,7 @@ class Method:
             logits=logits,
             **place,
         )
+        warn_of_step_again(stack_of(model), images, method=self, step=(step, micro_batch, rank))
         return loss
 
     def loss_and_logits(
@@ -324,42 +326,13 @@ class Method:
     ) -> tuple[Tensor, Tensor]:
         """As `loss`, and the logits `[n, classes]` of the whole orders, in fp32.
 
-        `orders` are those that `orders` draws for this step, which a loop may need itself.
+        `orders` are those that `orders` draws for this step, which a loop may need itself. `loss`
+        warns of a step that comes again, because its orders do too; here the caller draws them.
         """
         from layershuffle.core.checks.parts import check_parts
-        from layershuffle.core.checks.steps import warn_of_step_again
-        from layershuffle.core.stack import stack_of
-
-        check_parts(model, distinct=self.distinct, position=self.position, fixed=self.fixed)
-        warn_of_step_again(stack_of(model), images, method=self, step=(step, micro_batch, rank))
-        return self.loss_without_checks(
-            model,
-            images,
-            labels=labels,
-            orders=orders,
-            step=step,
-            micro_batch=micro_batch,
-            rank=rank,
-            criterion=criterion,
-            logits=logits,
-        )
-
-    def loss_without_checks(
-        self,
-        model: nn.Module,
-        images: Tensor,
-        *,
-        labels: Tensor,
-        orders: Sequence[ExecutionOrder],
-        step: int,
-        micro_batch: int = 0,
-        rank: int = 0,
-        criterion: Criterion | tuple[Criterion, Criterion] | None = None,
-        logits: Callable[[Any], Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As `loss_and_logits` unchecked: `prepare` made the model, and no step is repeated."""
         from layershuffle.core.losses import loss_of_orders
 
+        check_parts(model, distinct=self.distinct, position=self.position, fixed=self.fixed)
         return loss_of_orders(
             model,
             images,

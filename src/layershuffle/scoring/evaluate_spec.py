@@ -97,7 +97,7 @@ def evaluate_spec(
             on_images=lambda done: progress("images", done, split.size),
         )
 
-    scores = compiler.run(score) if settings.compile else score()
+    scores = compiler.run(score)
     report = compiler.report()
     # `recompiles` counts training steps only, so it would always be 0 here.
     blocks = {name: report[name] for name in ("mode", "reason", "graphs")}

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -21,9 +21,7 @@ from torch.utils.data import DataLoader
 
 from layershuffle.core.draws import Stream
 from layershuffle.core.evaluation import evaluate
-from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import Mode
-from layershuffle.core.stack import recomputing
 from layershuffle.ground.errors import TrainingError
 from layershuffle.ground.text import one_line, unheard
 from layershuffle.training.checkpoints import save_checkpoint
@@ -106,19 +104,16 @@ def train(
             }
             orders = job.method.orders(job.depth, **place)
             forward = partial(
-                job.method.loss_without_checks,
-                model,
-                images,
-                labels=targets,
-                orders=orders,
-                **place,
+                job.method.loss_and_logits, model, images, targets, orders=orders, **place
             )
-            compiled = job.compiler.reason is None
-            with _around_forward(
-                state, orders, shape=images.shape, last=micro_batch == len(micro_batches) - 1
+            blocks = {block for order in orders for block in order}
+            with (
+                state.recomputing(),
+                state.summing_gradients(last=micro_batch == len(micro_batches) - 1),
+                job.compiler.step(images.shape, blocks),
             ):
                 with state.autocast:
-                    loss, logits = job.compiler.or_eager(forward) if compiled else forward()
+                    loss, logits = job.compiler.or_eager(forward)
                 loss = loss / (in_step / len(labels))  # the last forward may be a smaller one
                 on_phase("backward", state.step)
                 torch.autograd.backward(loss)
@@ -169,28 +164,6 @@ def _inputs(
         micro_batch=micro_batch,
         rank=job.ranks.rank,
     )
-
-
-@contextmanager
-def _around_forward(
-    state: TrainState, orders: Sequence[ExecutionOrder], *, shape: torch.Size, last: bool
-) -> Iterator[None]:
-    """Around forward and backward of a micro-batch: what the run asks for beside the precision.
-
-    `shape` is that of its images; `last`: no other micro-batch of the step follows.
-    """
-    job = state.job
-    with ExitStack() as contexts:
-        if job.settings.activation_checkpointing:
-            contexts.enter_context(recomputing(state.model))
-        if job.compiler.reason is None:
-            blocks = {block for order in orders for block in order}
-            contexts.enter_context(job.compiler.step(shape, blocks))
-        # Shards reduce their gradients with every micro-batch, because those of a block that the
-        # last one leaves out would be lost otherwise.
-        if state.ddp is not None and not last:
-            contexts.enter_context(state.ddp.no_sync())
-        yield
 
 
 def _finish_row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler, set_seed
 
+from layershuffle.core.stack import recomputing
 from layershuffle.ground.errors import TrainingError
 from layershuffle.training.job import Job
 from layershuffle.training.optimizer import make_optimizer
@@ -50,6 +52,22 @@ class TrainState:
     def seconds(self) -> float:
         """Time spent on the run before and after every resume, scoring and compiling included."""
         return self.earlier_seconds + time.monotonic() - self.started
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Around a forward and its backward: with activation checkpointing, the backward computes
+        every block again."""
+        if self.job.settings.activation_checkpointing:
+            return recomputing(self.model)
+        return nullcontext()
+
+    def summing_gradients(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around a forward and its backward: the processes average the gradients of a step after
+        its `last` micro-batch."""
+        # Shards average theirs with every micro-batch, because those of a block that the last one
+        # leaves out would be lost otherwise.
+        if self.ddp is None or last:
+            return nullcontext()
+        return self.ddp.no_sync()
 
     def scored_model(self) -> nn.Module:
         """The model to score and to save; its shards are gathered by all processes."""

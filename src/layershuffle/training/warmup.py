@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -14,7 +14,6 @@ from torch.utils.data import default_collate
 from layershuffle.core.compiling import OFF
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.policies import drawn_blocks
-from layershuffle.core.stack import recomputing
 from layershuffle.core.torch_private import graph_limit_error
 from layershuffle.ground.errors import TrainingError
 from layershuffle.training.job import Job
@@ -79,15 +78,9 @@ def try_forward(state: TrainState, images: int) -> None:
         with job.compiler.step(inputs.shape, range(job.depth)):
             for orders in warmup_orders(job):
                 forward = partial(
-                    job.method.loss_without_checks,
-                    model,
-                    inputs,
-                    labels=labels,
-                    orders=orders,
-                    step=0,
+                    job.method.loss_and_logits, model, inputs, labels, orders=orders, step=0
                 )
-                again = job.settings.activation_checkpointing
-                with recomputing(model) if again else nullcontext():
+                with state.recomputing():
                     with state.autocast:
                         loss, _ = job.compiler.or_eager(forward)
                     torch.autograd.backward(loss)

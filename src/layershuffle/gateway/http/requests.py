@@ -21,10 +21,10 @@ from layershuffle.gateway.brain.policy import (
     Cell,
     Route,
     cell_of,
-    probabilities,
     side_by_side,
 )
 from layershuffle.gateway.brain.state import Outcome, State, Visited
+from layershuffle.gateway.brain.sureness import probabilities
 from layershuffle.gateway.calibration.calibration import (
     NEVER,
     Expected,
