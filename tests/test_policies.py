@@ -178,6 +178,7 @@ def test_shuffled_drop_is_uniform_in_order() -> None:
 def test_layerdrop_rate_of_each_block(p: float) -> None:
     depth = 5
     rate = 1 - p + p**depth / depth
+    assert ls.LayerDrop() == ls.LayerDrop(0.2), "the rate of the paper's section 4.2"
     seen = list(draws(ls.LayerDrop(p), depth))
     assert all(list(order) == sorted(order) for order in seen)
     for block in range(depth):

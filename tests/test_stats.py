@@ -19,6 +19,7 @@ from layershuffle.ground.stats import (
     independent_images,
     mean,
     pooled_deviation,
+    quantile,
     t_interval,
     wilson_interval,
 )
@@ -74,6 +75,18 @@ def test_wilson_interval_equals_scipys(correct: int, images: int):
 def test_wilson_interval_at_no_right_answer_in_closed_form():
     z2 = stats.norm.ppf(0.975) ** 2
     assert wilson_interval(0, 100) == pytest.approx((0.0, 100 * z2 / (100 + z2)), abs=1e-10)
+
+
+def test_wilson_interval_of_a_single_image_in_closed_form():
+    squared = stats.norm.ppf(0.975) ** 2
+    low, high = wilson_interval(100.0, 1)
+    assert (low, high) == (pytest.approx(100 / (1 + squared), rel=1e-12), 100.0)
+
+
+def test_a_quantile_is_one_of_the_values_and_none_without_values():
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.0
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.51) == 3.0
+    assert math.isnan(quantile([], 0.5))
 
 
 def test_wilson_interval_of_the_impossible_is_refused():
@@ -290,6 +303,8 @@ def test_half_an_interval_is_the_t_intervals_and_that_of_the_groups_means():
     pairs = (np.arange(60) // 2)[:, None]
     twice = np.repeat(influence, 2) / 2
     assert 2 * half_width(twice, pairs) == pytest.approx(high - low, rel=1e-12)
+    # Two images at a distance of 2: the deviation of their mean is 1, with one degree of freedom.
+    assert half_width(np.array([0.5, -0.5]), None) == pytest.approx(stats.t.ppf(0.975, 1))
     with pytest.raises(ValueError, match="at least two images"):
         half_width(np.zeros(1), np.zeros((1, 1), dtype=np.int64))
 

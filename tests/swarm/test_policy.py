@@ -17,6 +17,7 @@ from layershuffle.gateway.brain.policy import (
     decide,
     hop_limit,
     skipped,
+    strikes,
 )
 from layershuffle.gateway.brain.state import HostState, Swarm, Visit, Visited
 
@@ -62,6 +63,10 @@ def test_the_host_expected_first_is_next_with_its_rarest_block():
 def test_a_request_ends_when_all_ran_or_nothing_fits_its_time():
     assert next_of(A, deadline=0.0159) == "deadline"
     assert next_of(A, deadline=0.01) == "deadline"
+    assert next_of(A, deadline=5.0159, now=5.0) == "deadline"
+    assert next_of(A, deadline=5.05, now=5.0).limit == pytest.approx(0.04)
+    exact = host("a", 0, 1, compute=0.5, link=0.25)
+    assert next_of(exact, deadline=0.76).expected == 0.76 - 0.01, "it just fits"
     assert next_of(A, done=(1, 0, 3, 2)) == "complete"
     assert next_of(A, done=(1, 0, 3, 2), min_blocks=5) == "complete"
 
@@ -140,6 +145,23 @@ def test_a_request_ends_when_it_is_sure():
 )
 def test_hop_limits(wanted, lag, left, limit):
     assert hop_limit(wanted, lag=lag, left=left, limits=LIMITS) == pytest.approx(limit)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fair", "over", "again", "counted"),
+    [
+        ("lost", False, True, True, True),  # a death always counts
+        ("late", True, True, False, True),
+        ("late", False, True, False, False),  # it had too little time
+        ("late", False, False, False, True),
+        ("late", True, True, True, False),
+        ("refused", False, True, False, True),
+        ("refused", True, False, True, False),
+    ],
+)
+def test_failed_visits_that_count_against_their_host(outcome, fair, over, again, counted):
+    visit = Visit("a", 0, limit=0.1, fair=fair)
+    assert strikes(visit, outcome, over=over, again=again) == counted
 
 
 def test_every_skipped_block_has_its_reason():

@@ -72,6 +72,7 @@ def test_the_longest_recent_lag_fades_from_visit_to_visit_and_is_kept_by_a_late_
     late = failed(HOST, "late", lag_ms=95.0)
     assert state.probed(late, hop(), limits=LIMITS).lag == pytest.approx(0.095)
     assert failed(HOST, "failed", lag_ms=95.0).lag is None
+    assert failed(HOST._replace(lag=0.12), "late", lag_ms=95.0).lag == 0.12, "it fades by answers"
 
 
 def test_load_that_slows_every_host_raises_every_limit():
