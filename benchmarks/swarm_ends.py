@@ -50,10 +50,10 @@ def exported(spec: str, out: Path, *, precision: BlockPrecision, fixed: tuple[in
     return place / "files"
 
 
-def parts(name: str, ends: Path, none: Path, *, effort: Effort) -> Iterator[ClaimRow]:
+def parts(name: str, ends: Path, no_ends: Path, *, effort: Effort) -> Iterator[ClaimRow]:
     """Stem and head of one image."""
     ours = ServedModel(ends)
-    theirs = ServedModel(none)
+    theirs = ServedModel(no_ends)
     view = ours.manifest.file_view
     images = np.zeros((1, view.channels, view.height, view.width), np.float32)
     state = ours.stem(images)
@@ -74,7 +74,7 @@ def parts(name: str, ends: Path, none: Path, *, effort: Effort) -> Iterator[Clai
 
 
 async def requests(
-    name: str, ends: Path, none: Path, *, count: int, effort: Effort
+    name: str, ends: Path, no_ends: Path, *, count: int, effort: Effort
 ) -> list[ClaimRow]:
     """Whole requests, one after the other: of all processes, and until the answer is there."""
     body = asset("digit-pair.png").read_bytes()
@@ -82,7 +82,7 @@ async def requests(
     took: list[tuple[float, float]] = []
     async with AsyncExitStack() as stack:
         sides = []
-        for files in (ends, none):
+        for files in (ends, no_ends):
             swarm = await stack.enter_async_context(swarm_of(str(files), HOSTS))
             port = await stack.enter_async_context(gateway_of(*swarm))
             await asked(port, body, count=count, clients=1)  # warms it up
@@ -119,9 +119,9 @@ def rows(effort: Effort) -> Iterator[ClaimRow]:
     for name, (spec, precision, count) in (SMOKES if effort is SMOKE else MODELS).items():
         with tempfile.TemporaryDirectory() as place:
             ends = exported(spec, Path(place), precision=precision, fixed=(1, 1))
-            none = exported(spec, Path(place), precision=precision, fixed=(0, 0))
-            yield from parts(name, ends, none, effort=effort)
-            yield from asyncio.run(requests(name, ends, none, count=count, effort=effort))
+            no_ends = exported(spec, Path(place), precision=precision, fixed=(0, 0))
+            yield from parts(name, ends, no_ends, effort=effort)
+            yield from asyncio.run(requests(name, ends, no_ends, count=count, effort=effort))
 
 
 CLAIM = Claim(theme="swarm-ends", text=__doc__.split("\n")[0].removeprefix("Claim: "), rows=rows)

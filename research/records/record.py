@@ -1,7 +1,7 @@
 """The record: 90 % of held-out digit pairs right with the blocks in any order, in few steps.
 
     python research/records/record.py anyorder --steps 1500
-    python research/records/record.py anyorder --steps 1500 --judge --against all-drawn
+    python research/records/record.py anyorder --steps 1500 --judge --against anyorder-ends-0-0
 
 An entry is a function that makes a training method, and a learning rate. All else is the same for
 everybody: the pretrained model, 20,000 pairs to train on, 64 of them a step, AdamW, a warm-up and
@@ -55,7 +55,7 @@ class Entry:
 ENTRIES = {
     "layershuffle": Entry({}),
     "four-orders": Entry({"orders_per_batch": 4}),
-    "all-drawn": Entry({"fixed": (0, 0)}, name="anyorder"),
+    "anyorder-ends-0-0": Entry({"fixed": (0, 0)}, name="anyorder"),
     "anyorder": Entry({}, name="anyorder"),
 }
 
