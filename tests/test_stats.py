@@ -149,6 +149,12 @@ def test_equal_models_get_an_interval_over_orders():
     assert (interval.low, interval.high) == t_interval([93.0, 94.0])
 
 
+def test_a_model_with_one_order_does_not_hide_the_spread_of_another():
+    interval = estimate({0: [50.0], 1: [49.9, 50.1]}, images=100)
+    low, high = t_interval([49.9, 50.1])
+    assert (interval.low, interval.high, interval.kind) == (low, high, "orders")
+
+
 @pytest.mark.parametrize("count", [2, 6, 20])
 def test_equal_scores_are_equal_however_they_round(count: int):
     """The mean of several 99.9 is none of them, and 91.35 - 84.7 is not 87 - 80.35."""
@@ -271,6 +277,9 @@ def test_independent_images_in_closed_form():
     freedom = (60 / 59) / (30 / 29) * (stats.t.ppf(0.975, 59) / stats.t.ppf(0.975, 29)) ** 2
     pairs = (np.arange(60) // 2)[:, None]
     assert independent_images(right, pairs) == pytest.approx(30 * freedom, rel=1e-12)
+    # Two groups of images, each right or wrong as a whole, and one degree of freedom: one image.
+    halves = np.arange(60) < 30
+    assert independent_images(halves, halves[:, None].astype(np.int64)) == 1
     alone = np.arange(60)[:, None]
     assert independent_images(right, alone) == pytest.approx(60, rel=1e-12)
     assert independent_images(right, None) == 60

@@ -142,6 +142,15 @@ def test_who_was_first_gives_up_what_later_ones_have_loaded() -> None:
     assert {copies_of(file.digest, held, BLOCKS) for file in BLOCKS} <= {2, 3}
 
 
+def test_nobody_gives_up_more_than_all_but_one_beyond_its_share() -> None:
+    """Four hosts have loaded all twelve blocks; of two copies each, six are the share of one."""
+    every = frozenset(range(12))
+    held = assign(
+        [HostCapacity(f"host-{n}", 1000, blocks=every, ready=every) for n in range(4)], BLOCKS
+    )
+    assert [len(places) for places in held.values()] == [7, 7, 7, 7]
+
+
 @pytest.mark.parametrize("speed", [1.0, 0.2])
 @pytest.mark.parametrize("hosts", [2, 3, 4, 6, 12, 24, 36, 240])
 def test_equal_hosts_hold_equally_many_and_each_block_at_least_twice(

@@ -127,6 +127,7 @@ def test_a_request_ends_when_it_is_sure():
     assert asked_of(*hosts, **sure | {"chance": float("nan")}) == ("a", 1)
     assert asked_of(*hosts, **sure | {"confidence": None}) == ("a", 1)
     assert asked_of(*hosts, **sure, min_blocks=3) == ("a", 1)
+    assert asked_of(*hosts, done=(0, 3), confidence=0.01) == ("a", 1), "no answer was looked at"
     assert next_of(*hosts, **sure | {"done": (0, 1, 2, 3)}) == "complete"
     skips = skipped(RequestProgress(range(4), 1.0, done=(0, 3)), Swarm(hosts), ending="sure")
     assert skips == dict.fromkeys((1, 2), "the answer was sure after 2 blocks")
