@@ -86,4 +86,4 @@ def test_two_models_as_evaluate_scores_each(
         assert row["difference"] == pytest.approx(row["second"] - row["first"])
         assert row["low"] <= row["difference"] <= row["high"]
     assert main(["compare", *words[:2]]) == 2
-    assert "no images in common" in capsys.readouterr().err
+    assert "no record of the images" in capsys.readouterr().err

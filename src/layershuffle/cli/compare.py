@@ -48,11 +48,7 @@ class CompareCommand(ComputingCommand, Reporting):
             parse_spec(spec)  # a misspelt path is none without a record
         ours = settings_of(self.first)
         theirs = settings_of(self.second)
-        data = self.data or ours.get("data")
-        if data is None or (self.data is None and data != theirs.get("data")):
-            raise UsageError(
-                "The runs have no images in common by their records", hint="name them: --data SPEC"
-            )
+        data = self.data or self._common_images(ours, theirs)
 
         from layershuffle.scoring.evaluate_spec import evaluate_spec
         from layershuffle.scoring.paired import paired_scores
@@ -87,6 +83,22 @@ class CompareCommand(ComputingCommand, Reporting):
         known = bool(ours and theirs)
         self.show(report, _text(self, scores, differing if known else None, images=split.size))
         return 0
+
+    def _common_images(self, ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+        """The images that both were trained on, by the settings of both."""
+        for spec, settings in ((self.first, ours), (self.second, theirs)):
+            if "data" not in settings:
+                raise UsageError(
+                    "There is no record of the images that it was trained on",
+                    place=spec,
+                    hint="name the directory of a fit, or the images: --data SPEC",
+                )
+        if ours["data"] != theirs["data"]:
+            raise UsageError(
+                f"The runs were trained on different images: {ours['data']} and {theirs['data']}",
+                hint="name those to score: --data SPEC",
+            )
+        return str(ours["data"])
 
 
 def settings_of(spec: str) -> dict[str, Any]:
