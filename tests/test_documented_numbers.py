@@ -20,7 +20,7 @@ from layershuffle.gateway.http import cameras, upkeep
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.requests import Options
 from layershuffle.ground.bundled import asset
-from layershuffle.images import strangers
+from layershuffle.images import pixels
 from layershuffle.training.settings import FitSettings
 from layershuffle_host import host, wire
 
@@ -67,8 +67,8 @@ NUMBERS = [
     ("swarm", r"time of a block at (\d+) kB/s", HOSTS.load_bytes_per_second / 1000),
     ("swarm", r"(\d+) MB a request", CLIENTS.max_body_bytes / 1e6),
     ("swarm", r"of (\d+) million pixels", CLIENTS.max_pixels / 1e6),
-    ("swarm", r"pixels, ([\d,]+) a side", strangers.MOST_SIDE),
-    ("swarm", r"a side and (\d+) MB in memory", strangers.MOST_BYTES / 1e6),
+    ("swarm", r"pixels, ([\d,]+) a side", pixels.MOST_SIDE),
+    ("swarm", r"a side and (\d+) MB in memory", pixels.MOST_BYTES / 1e6),
     ("swarm", r"deadlines of (\d+) ms", CLIENTS.min_deadline_ms),
     ("swarm", r"deadlines of \d+ ms to (\d+) s", HOSTS.max_deadline_ms / 1000),
     ("swarm", r"computes (\d+) % of the visits again", HOSTS.audit_share * 100),

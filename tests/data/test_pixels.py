@@ -24,12 +24,12 @@ from layershuffle.images import pixels as module
 from layershuffle.images.pixels import (
     extensions,
     formats,
+    image_batch,
     normalised,
     pillow_mode,
     read_image,
     view_pixels,
 )
-from layershuffle.images.strangers import image_batch
 from pictures import file_of, noise
 from refusals import refuses
 

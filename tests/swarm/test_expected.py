@@ -15,7 +15,7 @@ from layershuffle.gateway.client.labelled import labelled_images
 from layershuffle.gateway.hosts.served_model import RemoteModel, ServedModel
 from layershuffle.gateway.http.requests import Gateway, Options
 from layershuffle.ground.bundled import asset
-from layershuffle.images.strangers import image_batch
+from layershuffle.images.pixels import image_batch
 from layershuffle.models import load
 from waiting import until
 

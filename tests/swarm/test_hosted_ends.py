@@ -17,7 +17,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import fixed_of, stack_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.export import export_model, export_whole
-from layershuffle.gateway.brain.sureness import probabilities
+from layershuffle.gateway.brain.policy import probabilities
 from layershuffle.gateway.calibration.calibration import (
     CALIBRATION,
     write_calibration,

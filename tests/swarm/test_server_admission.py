@@ -35,7 +35,7 @@ from layershuffle.gateway.http.admission import (
 from layershuffle.gateway.http.listening import listening
 from layershuffle.gateway.http.secrets import is_loopback, read_secret
 from layershuffle.ground.errors import UsageError
-from layershuffle.images import strangers
+from layershuffle.images import pixels
 from pictures import file_of
 from refusals import refuses
 from waiting import HANGS, until
@@ -180,7 +180,7 @@ class SlowDecoding:
 
     def __init__(self, monkeypatch):
         self.free, self.begun = threading.Event(), []
-        genuine = strangers.upright
+        genuine = pixels.upright
 
         def decode(image):
             self.begun.append(image.width)
@@ -188,7 +188,7 @@ class SlowDecoding:
                 assert self.free.wait(HANGS)
             return genuine(image)
 
-        monkeypatch.setattr(strangers, "upright", decode)
+        monkeypatch.setattr(pixels, "upright", decode)
 
     async def outlasts_its_deadline(self):
         """Wait until a thread decodes, then move the clock beyond the deadline of its request."""

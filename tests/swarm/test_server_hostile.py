@@ -27,8 +27,8 @@ from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.listening import listening
 from layershuffle.gateway.http.operator import add_operator
-from layershuffle.images import strangers
-from layershuffle.images.strangers import (
+from layershuffle.images import pixels
+from layershuffle.images.pixels import (
     MAX_CHUNKS,
     count_markers,
     image_batch,
@@ -150,7 +150,7 @@ def grey(width, height):
 @pytest.mark.parametrize("size", [(1, 24_999_999), (24_999_999, 1), (2, 16_385), (16_385, 1500)])
 def test_long_sides_are_refused_before_anything_is_decoded(size, monkeypatch):
     """Resizing one side of them would take 40 to 1,600 bytes for each pixel of the other."""
-    monkeypatch.setattr(strangers, "upright", lambda image: pytest.fail("decoded"))
+    monkeypatch.setattr(pixels, "upright", lambda image: pytest.fail("decoded"))
 
     async def go(place):
         return await place.classify(grey(*size))
@@ -165,7 +165,7 @@ import json, sys
 from pathlib import Path
 from layershuffle.ground.errors import DataError
 from layershuffle.images.view import ImageView
-from layershuffle.images.strangers import image_batch
+from layershuffle.images.pixels import image_batch
 
 def peak():
     (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]

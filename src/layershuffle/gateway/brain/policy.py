@@ -23,6 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.brain.state import (
@@ -398,3 +401,19 @@ def late_last(blocks: Sequence[int], age: int, *, depth: int) -> ExecutionOrder:
     """All of `blocks` one after the other, but the last one reads a state `age` versions old."""
     last = len(blocks) - 1
     return ExecutionOrder(tuple(blocks), depth, (*range(last), last - age))
+
+
+# --- how sure an answer is ------------------------------------------------------------------------
+
+
+def probabilities(logits: NDArray[np.float32], temperature: float = 1.0) -> NDArray[np.float64]:
+    """The probabilities `[..., classes]` of logits of that shape, in float64.
+
+    With the temperature that was measured for so many blocks (`sureness`), the largest one is the
+    chance that the answer is right. In float32 those of many classes would not add up to 1.
+
+        chance = probabilities(logits, temperature).max(axis=-1)
+    """
+    scaled = logits.astype(np.float64) / temperature
+    powers = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from layershuffle.gateway.brain.policy import Cell
+from layershuffle.gateway.brain.policy import Cell, probabilities
 from layershuffle.ground.rows import Count, Percent
 
 Chance = Annotated[float, Field(gt=0, le=1)]
@@ -117,19 +117,6 @@ class Sureness(CalibrationPart):
         if confidence < self.stops[0].confidence:
             return None
         return min(self.stops, key=lambda stop: abs(stop.confidence - confidence))
-
-
-def probabilities(logits: NDArray[np.float32], temperature: float = 1.0) -> NDArray[np.float64]:
-    """The probabilities `[..., classes]` of logits of that shape, in float64.
-
-    With the temperature that was measured for so many blocks, the largest one is the chance that
-    the answer is right. In float32 those of many classes would not add up to 1.
-
-        chance = probabilities(logits, temperature).max(axis=-1)
-    """
-    scaled = logits.astype(np.float64) / temperature
-    powers = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
 
 
 def temperature_of(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:

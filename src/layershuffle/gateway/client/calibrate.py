@@ -28,7 +28,7 @@ from layershuffle.core.stack import blocks_of, depth_of, fixed_of, stack_of, wra
 from layershuffle.core.tensors import logits_of
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.splits import DeviceBatches, limited_test
-from layershuffle.gateway.brain.policy import Cell, Rounds, late_last, overlapped
+from layershuffle.gateway.brain.policy import Cell, Rounds, late_last, overlapped, probabilities
 from layershuffle.gateway.brain.sureness import (
     STOPS,
     Accuracy,
@@ -40,7 +40,6 @@ from layershuffle.gateway.brain.sureness import (
     default_confidence,
     ending_at,
     first_sure,
-    probabilities,
     temperature_of,
 )
 from layershuffle.gateway.calibration.calibration import Calibration, rounds_of, useful_blocks

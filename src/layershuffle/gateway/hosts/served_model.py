@@ -25,9 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layershuffle.gateway.brain.assignment import BlockFile
-from layershuffle.gateway.brain.policy import Route
+from layershuffle.gateway.brain.policy import Route, probabilities
 from layershuffle.gateway.brain.state import State
-from layershuffle.gateway.brain.sureness import probabilities
 from layershuffle.gateway.calibration.calibration import (
     Calibration,
     read_calibration,

@@ -19,7 +19,7 @@ from starlette.types import Message as Event
 from layershuffle.gateway.http.errors import HTTPError
 from layershuffle.gateway.http.requests import Gateway, Options
 from layershuffle.ground.errors import UsageError
-from layershuffle.images.strangers import image_size
+from layershuffle.images.pixels import image_size
 
 CAMERAS = "/v1/vision/custom"
 MIN_CONFIDENCE = 0.45

@@ -21,10 +21,10 @@ from layershuffle.gateway.brain.policy import (
     Cell,
     Route,
     cell_of,
+    probabilities,
     side_by_side,
 )
 from layershuffle.gateway.brain.state import Outcome, State, Visited
-from layershuffle.gateway.brain.sureness import probabilities
 from layershuffle.gateway.calibration.calibration import (
     NEVER,
     Expected,
@@ -35,7 +35,7 @@ from layershuffle.gateway.hosts.served_model import Classified, RemoteModel
 from layershuffle.gateway.http.admission import BODY_HINT, Admission, GatewayLimits, Keys
 from layershuffle.gateway.http.answers import Classification, Guess, Hop, Skipped, Times
 from layershuffle.ground.errors import DataError, UsageError
-from layershuffle.images.strangers import image_batch
+from layershuffle.images.pixels import image_batch
 
 if TYPE_CHECKING:
     from layershuffle.gateway.hosts.coordinator import Coordinator
