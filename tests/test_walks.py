@@ -39,7 +39,9 @@ def test_the_walks_of_an_image_an_order_and_a_request(repository: Path) -> None:
     assert "layershuffle/core/forwards.py" not in evaluation
     assert "layershuffle_host/blocks.py" in request
     # Nobody assigns blocks or looks at files for a request.
-    assert "layershuffle/gateway/hosts/coordinator.py" in meanwhile
+    # They run every tenth of a second, so a request may end before they do.
+    assert "layershuffle/gateway/hosts/coordinator.py" not in request
+    assert "layershuffle/gateway/brain/assignment.py" not in request
     assert not set(request) & set(meanwhile)
     for files in walks:
         assert len(set(files)) == len(files)
