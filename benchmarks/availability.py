@@ -313,7 +313,7 @@ def lines_of(
     minutes = 1 + int(max(request.at for request in requests) / 60)
     spans = {str(minute + 1): range(60 * minute, 60 * (minute + 1)) for minute in range(minutes)}
     for first in range(0, minutes, TEN):
-        spans[f"{first + 1} to {first + TEN}"] = range(60 * first, 60 * (first + TEN))
+        spans[f"{first + 1} to {min(first + TEN, minutes)}"] = range(60 * first, 60 * (first + TEN))
     lines: list[dict[str, str]] = []
     for name, inside in spans.items():
         line = line_of(

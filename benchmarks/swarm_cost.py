@@ -95,12 +95,15 @@ def ask():
         lines.append(f"{sent} {1000 * (time.monotonic() - sent)} {answer.status}")
         time.sleep(0.02)
 lines = []
+failed = []
+threading.excepthook = failed.append
 asking = [threading.Thread(target=ask) for _ in range(clients)]
 for thread in asking: thread.start()
 sys.stdin.buffer.read()
 over.set()
 for thread in asking: thread.join()
 print("\\n".join(lines))
+sys.exit(len(failed))
 """
 
 
@@ -261,12 +264,12 @@ async def dying() -> ClaimRow:
     body = asset("digit-pair.png").read_bytes()
     calm: list[float] = []
     killed: list[float] = []
-    ratios: list[float] = []
+    turns: list[float] = []
     async with swarm_of(DEFAULT_MODEL, 6) as swarm, gateway_of(*swarm) as port:
         coordinator = swarm[0]
         names = coordinator.children.names
         await asked(port, body, count=80)  # warms it up
-        for _ in range(5):
+        for _ in range(9):
             words = [sys.executable, "-c", STEADY, str(port), str(len(body)), str(CLIENTS)]
             client = await asyncio.create_subprocess_exec(
                 *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
@@ -285,18 +288,22 @@ async def dying() -> ClaimRow:
                     coordinator.children.release(victim)
                 missing = await coordinator.ready(6, within=60, say=lambda _: None)
                 assert not missing, missing
+                assert swarm[0].router.swarm.usable_hosts == 6
             client.stdin.close()
             output, _ = await client.communicate()
+            assert client.returncode == 0, "a request failed"
             before, after = requests_of(output.decode(), kills)
             calm += before
             killed += after
-            ratios.append(most_ms(after) / most_ms(before))
+            turns.append(most_ms(after) / most_ms(before))
     return ClaimRow(
         name="two of six hosts are killed (SIGKILL)",
         what="99 % of the requests sent in the next second: time / of calm ones,",
-        values=tuple(ratios),
+        # Of all turns together: the two slowest of a turn's requests would decide on it.
+        values=(most_ms(killed) / most_ms(calm),),
         bound=Bound("at_most", 1.5),
         facts={
+            "turns": turns,
             "calm_p99_ms": most_ms(calm),
             "killed_p99_ms": most_ms(killed),
             "calm_requests": len(calm),

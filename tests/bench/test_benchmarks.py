@@ -98,7 +98,7 @@ def test_availability_counts_by_the_minute_in_which_a_request_was_sent(monkeypat
     kills = [site.Kill(name="host-1", at=10.0), site.Kill(name="gateway 1", at=61.0, back=3.0)]
     lines = site.lines_of(requests, kills, [(0.0, 2.0), (10.0, 4.0), (60.0, 9.0)])
     first, second, ten, whole = lines
-    assert ten == {**whole, "minute": "1 to 10"}
+    assert ten == {**whole, "minute": "1 to 2"}
     shares = ("failed", "late", "in_part", "right")
     assert [first[name] for name in shares] == ["0", "50", "0", "100"]
     assert [second[name] for name in shares] == ["50", "0", "50", "0"]

@@ -133,6 +133,42 @@ def test_hosts_that_come_and_go_keep_no_copy_from_hosts_that_stay() -> None:
             host = VirtualHost(site, names[0], speed=100.0)
             assert "its last 40 connections ended soon" in site.router.swarm[names[0]].why
             await until(lambda: bool(host.loaded), seconds=60)
+            assert site.router.swarm[names[0]].why == ""
+
+    run_virtual(main())
+
+
+def test_the_third_short_connection_gives_its_blocks_to_others_at_once() -> None:
+    """Two are forgiven: the host comes back to its blocks. The third time it begins with none."""
+
+    async def main() -> None:
+        async with virtual_gateway(LIMITS) as site:
+            for number in range(2):
+                VirtualHost(site, f"steady-{number}")
+            await until(lambda: min(site.copies()) >= 2)
+            given: list[bool] = []
+            for _ in range(4):
+                host = VirtualHost(site, "restless", speed=100.0)
+                given.append(bool(host.assigned))
+                await asyncio.sleep(0.15)
+                host.close(1001, "bye")
+                await asyncio.sleep(0.1)
+            assert given == [False, True, True, False]
+
+    run_virtual(main())
+
+
+def test_a_host_that_an_operator_readmits_does_not_wait() -> None:
+    async def main() -> None:
+        async with virtual_gateway(LIMITS) as site:
+            VirtualHost(site, "steady")
+            await until(lambda: min(site.copies()) >= 1)
+            for _ in range(6):
+                VirtualHost(site, "pi")
+                await asyncio.sleep(0.5)
+                assert site.router.swarm["pi"].blocks
+                site.coordinator.readmit("pi")
+                await asyncio.sleep(0.5)
 
     run_virtual(main())
 

@@ -217,6 +217,7 @@ _JPEG = b"\xff\xd8\xff"
 # Bytes within a scan are excluded: a stuffed zero, restarts, padding.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _SCAN = 0xDA
+_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive
 _END = 0xD9
 _TEMPORARY = 0x01
 
@@ -318,8 +319,10 @@ def decoding_bytes(
     decoding = stored
     if image.format == "WEBP":
         decoding += 12  # the frame, the one before, and what is handed over
-    if scans > 1:
-        decoding += 2 * len(image.getbands())  # the coefficients of all pixels, until the last scan
+    # libjpeg keeps the coefficients of all pixels until the last scan, of a progressive file also
+    # if there is one scan alone.
+    if scans > 1 or image.info.get("progressive"):
+        decoding += 2 * len(image.getbands())
     # Only of a JPEG the head says it: other files may have it behind the pixels.
     upright = image.format == "JPEG" and turn_of(image) is None
     turning = 0 if upright else 2 * stored
@@ -392,9 +395,11 @@ def count_markers(file: bytes) -> tuple[int, int]:
     """The numbers of scans and markers of a JPEG, counted to the first excess; else 0 and 0.
 
     libjpeg processes the whole image once per scan, and a scan needs only 42 bytes: a file of
-    16 MB could keep it busy for hours. A marker takes four bytes, and one step of this loop.
+    16 MB could keep it busy for hours. A marker takes four bytes, and one step of this loop. A
+    first scan without all components counts twice: another is expected, whether or not it comes.
     """
     scans = 0
+    components = 0
     markers = 0
     marker = _MARKER.search(file, 2) if file.startswith(_JPEG) else None
     while marker is not None and scans <= MAX_SCANS and markers <= MAX_MARKERS:
@@ -402,7 +407,11 @@ def count_markers(file: bytes) -> tuple[int, int]:
         start = marker.end()
         if kind == _END:
             break
-        scans += kind == _SCAN
+        if kind in _FRAMES:
+            components = int.from_bytes(file[start + 7 : start + 8])
+        if kind == _SCAN:
+            lacks = not scans and int.from_bytes(file[start + 2 : start + 3]) < components
+            scans += 2 if lacks else 1
         markers += 1
         length = 0 if kind == _TEMPORARY else int.from_bytes(file[start : start + 2])
         marker = _MARKER.search(file, start + length)

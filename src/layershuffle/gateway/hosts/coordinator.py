@@ -164,8 +164,7 @@ class Coordinator:
         now = self.router.clock()
         stay = replace(self._stays.get(host.name, Stay(now)), since=now)
         if not settled(stay, now=now, limits=self.router.limits):
-            why = f"its last {stay.short} connections ended soon; it is given blocks once it stays"
-            known = known._replace(why=known.why or why)
+            known = known._replace(why=known.why or _waits(stay))
         self.router.put(known)
         self._stays[host.name] = stay
         before_it = self._loading.get(host.name, Loading(0.0))
@@ -214,11 +213,11 @@ class Coordinator:
         limits = self.router.limits
         self.health.drop(name)
         stay = self._stays[name]
-        was_settled = settled(stay, now=now, limits=limits)
-        lasted = now - stay.since
-        short = 0 if lasted >= limits.stable_ms / _MILLI else stay.short + 1
-        self._stays[name] = replace(stay, short=short)
-        if was_settled and self.router.swarm[name].condition in ("healthy", "suspect"):
+        ended_soon = now - stay.since < limits.stable_ms / _MILLI
+        stay = replace(stay, short=stay.short + 1 if ended_soon else 0)
+        self._stays[name] = stay
+        returns_soon = settled(replace(stay, since=now), now=now, limits=limits)
+        if returns_soon and self.router.swarm[name].condition in ("healthy", "suspect"):
             # It may come back to its blocks; until then it serves none of them.
             self._departed[name] = replace(self._capacity(host), ready=frozenset()), now
         until = now + limits.return_ms / _MILLI
@@ -309,7 +308,10 @@ class Coordinator:
         present: dict[str, HostCapacity] = {}
         for name, host in self.connected.items():
             # One that comes and goes counts while blocks are missing, and else once it stays.
-            stays = not whole or settled(self._stays[name], now=now, limits=self.router.limits)
+            stay = self._stays[name]
+            stays = not whole or settled(stay, now=now, limits=self.router.limits)
+            if stays and swarm[name].why == _waits(stay):
+                self.router.update(name, lambda host: host._replace(why=""))
             if stays and swarm[name].condition in ("healthy", "suspect"):
                 present[name] = self._capacity(host)
         self._departed = {
@@ -379,7 +381,9 @@ class Coordinator:
         if name in self.children.names:
             self.children.release(name)
         self.router.update(name, lambda host: host._replace(condition="gone", why="it is starting"))
-        # It gets its blocks and its tests anew, as any host that dials in.
+        # It gets its blocks and its tests anew, as any host that dials in, and the end of this
+        # connection, whenever it is felt, counts for nothing.
+        self._stays[name] = Stay(self.router.clock(), short=-1)
         self.connected.cut(name)
 
     def check_known(self, name: str) -> None:
@@ -397,6 +401,11 @@ def _references_of(model: ServedModel) -> dict[int, Reference]:
         block: Reference(model.sample, partial(model.compute, block), file.digest, rounding)
         for block, file in zip(model.hosted, model.weights, strict=True)
     }
+
+
+def _waits(stay: Stay) -> str:
+    """Why a host that comes and goes has no blocks."""
+    return f"its last {stay.short} connections ended soon; it is given blocks once it stays"
 
 
 def _loaded(host: HostState, block: int) -> HostState:
