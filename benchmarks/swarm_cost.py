@@ -269,7 +269,7 @@ async def dying() -> ClaimRow:
         coordinator = swarm[0]
         names = coordinator.children.names
         await asked(port, body, count=80)  # warms it up
-        for _ in range(9):
+        for _ in range(5):
             words = [sys.executable, "-c", STEADY, str(port), str(len(body)), str(CLIENTS)]
             client = await asyncio.create_subprocess_exec(
                 *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE

@@ -8,8 +8,8 @@ seeds that are given. `independent`: each as if it were alone. `shared`: the wei
 a part that both models have, which gets the gradients of both, plus a part of its own; after the
 training they are added up, and the models are ordinary ones. Stem and head are always their own.
 Adds a line for each kind of model to docs/results/tables/sibling-merges.csv: top-1 on 2,000 test
-pairs, in order and over six drawn orders, of the models, of ten merges with every block at its
-own place, of ten with blocks at any place, and of the mean of the weights.
+pairs, in order and over six drawn orders (two of a merge), of the models, of ten merges with every
+block at its own place, of ten with blocks at any place, and of the mean of the weights.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def main() -> None:
             in_order = top1(kind, "sequential", orders=1)
             any_order = top1(kind, "arbitrary", orders=6 if len(kind) < MERGES else 2)
             seeds = " ".join(map(str, asked.seeds))
-            line = [asked.arm, asked.own_rate, asked.steps, seeds, name, len(kind)]
+            own_rate = "" if asked.arm == "independent" else asked.own_rate
+            line = [asked.arm, own_rate, asked.steps, seeds, name, len(kind)]
             writer.writerow([*line, f"{in_order:.2f}", f"{any_order:.2f}"])
             print(*line, f"{in_order:.2f} in order, {any_order:.2f} in any order", flush=True)
 
