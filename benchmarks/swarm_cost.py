@@ -288,7 +288,7 @@ async def dying() -> ClaimRow:
                     coordinator.children.release(victim)
                 missing = await coordinator.ready(6, within=60, say=lambda _: None)
                 assert not missing, missing
-                assert swarm[0].router.swarm.usable_hosts == 6
+                assert coordinator.router.swarm.usable_hosts == 6
             client.stdin.close()
             output, _ = await client.communicate()
             assert client.returncode == 0, "a request failed"

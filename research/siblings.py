@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
 import torch
-from records.record import WARMUP, batches, pairs
-from torch import nn
+from records.record import batches, pairs, rate_share
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -68,13 +68,6 @@ class SharedParts:
 
 def trained(arm: str, seeds: Sequence[int], *, steps: int, own_rate: float) -> list[nn.Module]:
     """A model for each seed, all after so many steps of 64 pairs each."""
-
-    def share(step: int) -> float:
-        """Of the highest rate."""
-        if step < WARMUP:
-            return (step + 1) / WARMUP
-        return (1 + math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))) / 2
-
     images, labels = pairs("train")
     methods = [ls.Method("anyorder", seed=seed) for seed in seeds]
     models = [method.prepare(ls.load("bundled:digits")).train() for method in methods]
@@ -86,7 +79,7 @@ def trained(arm: str, seeds: Sequence[int], *, steps: int, own_rate: float) -> l
         own = [weight for weights in parts.own for weight in weights]
         groups = [{"params": common}, {"params": own, "lr": own_rate}]
     optimizer = AdamW(groups, lr=RATE, eps=1e-6, weight_decay=0.0)
-    schedule = LambdaLR(optimizer, share)
+    schedule = LambdaLR(optimizer, partial(rate_share, steps=steps))
     streams = [batches(len(images), seed) for seed in seeds]
     for step in range(steps):
         for model, method, stream in zip(models, methods, streams, strict=True):
@@ -115,12 +108,16 @@ def outside(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in model.parameters() if id(weight) not in known]
 
 
-def top1(models: Sequence[nn.Module], modes: str, *, orders: int) -> float:
+def top1(
+    models: Sequence[nn.Module],
+    held_out: Sequence[tuple[Tensor, Tensor]],
+    *,
+    modes: str,
+    orders: int,
+) -> float:
     """The mean over models and orders, in percent."""
-    images, labels = (values[:IMAGES].split(500) for values in pairs("test"))
     scores: list[float] = []
     for model in models:
-        held_out = zip(images, labels, strict=True)
         scores += [s.top1 for s in ls.evaluate(model, held_out, modes=modes, num_orders=orders)]
     return mean(scores)
 
@@ -142,13 +139,16 @@ def main() -> None:
             2, 12, count=MERGES, seed=0, replacement=True, slots=slots, fixed=(1, 1)
         )
         compared[f"merges, {slots} places"] = [group.merge(plan) for plan in plans]
+    images, labels = (values[:IMAGES].split(500) for values in pairs("test"))
+    held_out = list(zip(images, labels, strict=True))
     with TABLE.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         if not file.tell():
             writer.writerow(COLUMNS)
         for name, kind in compared.items():
-            in_order = top1(kind, "sequential", orders=1)
-            any_order = top1(kind, "arbitrary", orders=6 if len(kind) < MERGES else 2)
+            in_order = top1(kind, held_out, modes="sequential", orders=1)
+            orders = 6 if len(kind) < MERGES else 2
+            any_order = top1(kind, held_out, modes="arbitrary", orders=orders)
             seeds = " ".join(map(str, asked.seeds))
             own_rate = "" if asked.arm == "independent" else asked.own_rate
             line = [asked.arm, own_rate, asked.steps, seeds, name, len(kind)]

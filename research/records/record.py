@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from statistics import mean, stdev
 
@@ -75,20 +76,20 @@ def batches(number: int, seed: int) -> Iterator[Tensor]:
                 yield rows
 
 
+def rate_share(step: int, *, steps: int) -> float:
+    """The learning rate of a step, as a share of the highest one."""
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    return (1 + math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))) / 2
+
+
 def trained(entry: Entry, *, steps: int, seed: int) -> nn.Module:
     """The pretrained model after so many steps of the entry."""
-
-    def share(step: int) -> float:
-        """Of the highest rate."""
-        if step < WARMUP:
-            return (step + 1) / WARMUP
-        return (1 + math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))) / 2
-
     images, labels = pairs("train")
     method = entry.method(seed)
     model = method.prepare(ls.load("bundled:digits"))
     optimizer = AdamW(model.parameters(), lr=entry.rate, eps=1e-6, weight_decay=0.0)
-    schedule = LambdaLR(optimizer, share)
+    schedule = LambdaLR(optimizer, partial(rate_share, steps=steps))
     model.train()
     for step, rows in zip(range(steps), batches(len(images), seed), strict=False):
         loss = method.loss(model, images[rows], labels[rows], step=step)

@@ -28,12 +28,7 @@ from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.listening import listening
 from layershuffle.gateway.http.operator import add_operator
 from layershuffle.images import pixels
-from layershuffle.images.pixels import (
-    MAX_CHUNKS,
-    count_markers,
-    image_batch,
-    without_metadata,
-)
+from layershuffle.images.pixels import MAX_CHUNKS, count_markers, image_batch, without_metadata
 from layershuffle.models import image_view
 from pictures import file_of
 from waiting import HANGS

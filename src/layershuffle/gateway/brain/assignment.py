@@ -130,11 +130,8 @@ def settled(stay: Stay, *, now: float, limits: Limits) -> bool:
     Two short connections are forgiven. From the third on it has to stay for a pause that doubles,
     like the one before a process of this machine is started again.
     """
-    doubled = stay.short - 3
-    if doubled < 0:
-        return True
-    pause_ms = min(limits.restart_ms * 2.0 ** min(doubled, 64), limits.restart_max_ms)
-    return now - stay.since >= pause_ms / 1000
+    counted = stay.short - 2
+    return counted < 1 or now - stay.since >= limits.restart_pause_ms(counted) / 1000
 
 
 class _Table:

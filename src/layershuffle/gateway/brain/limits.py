@@ -88,3 +88,8 @@ class Limits(Settings):
     # 1e-5 (measured), so no honest host comes near this.
     tolerance: Annotated[float, Field(ge=0)] = 1e-3
     """Largest difference between an answer and the known result, relative to its largest value."""
+
+    def restart_pause_ms(self, ends: int) -> float:
+        """The pause after so many ends in a row, none of them after `stable_ms`: at least one."""
+        # Bounded, or the power would eventually overflow a float.
+        return min(self.restart_ms * 2.0 ** min(ends - 1, 64), self.restart_max_ms)

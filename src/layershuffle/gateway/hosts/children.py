@@ -98,7 +98,7 @@ class Children:
     async def _keep(self, name: str) -> None:
         loop = asyncio.get_running_loop()
         limits = self._limits
-        pause_ms = limits.restart_ms / 2
+        ends = 0
         while True:
             await self._held[name].wait()
             begun = loop.time()
@@ -107,13 +107,13 @@ class Children:
             except OSError as error:  # the machine has no process or file left: it may have again
                 end = f"cannot be started: {one_line(error)}"
             if 1000 * (loop.time() - begun) >= limits.stable_ms:
-                pause_ms = limits.restart_ms / 2
-            pause_ms = min(2 * pause_ms, limits.restart_max_ms)
+                ends = 0
+            ends += 1
             if end and not self.holds(name):
                 _log.warning("The process of host %s %s", name, end)
             else:
                 _log.info("The process of host %s has ended, as it was asked to", name)
-            await asyncio.sleep(pause_ms / 1000)
+            await asyncio.sleep(limits.restart_pause_ms(ends) / 1000)
 
     async def _run(self, name: str) -> str:
         """Start the process of a host and wait for its end.
