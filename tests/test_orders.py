@@ -74,6 +74,8 @@ def test_rounds() -> None:
     assert ExecutionOrder.parse("3,7@0,0@1", depth=8).rounds is None
     assert ExecutionOrder.in_rounds([[1], [0]], 2) == ExecutionOrder((1, 0), 2)
     assert repr(order) == "ExecutionOrder('3+7+0,5+1,3' of 8, 3 missing, repeats)"
+    # Ascending, although a set of these two has them the other way round.
+    assert ExecutionOrder((0, 1, 2, 4, 5, 6, 7, 8, 10, 11), 12).missing == (3, 9)
 
 
 @given(orders() | versioned())

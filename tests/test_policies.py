@@ -297,6 +297,22 @@ def test_rounds_hold_the_same_blocks_and_uniform_sizes() -> None:
     assert_uniform(sizes, [1, 2, 3, 4])
 
 
+def test_rounds_of_every_pass_are_drawn_one_after_the_other() -> None:
+    """Against the stream itself: the shuffle, then the size of each round, and nothing between."""
+    policy = ls.Kept(5, order="arbitrary", passes=3, parallel=(1, 3))
+    for step in range(20):
+        stream = Stream(2024, step)
+        blocks = stream.shuffled(range(12))[:5]
+        wanted: list[tuple[int, ...]] = []
+        for _ in range(3):
+            left = blocks
+            while left:
+                size = 1 + stream.below(3)
+                wanted.append(left[:size])
+                left = left[size:]
+        assert policy.draw(12, seed=2024, step=step).rounds == tuple(wanted)
+
+
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 6])
 def test_every_nth_order_is_sequential(groups: int) -> None:
     """Counted over steps and groups: 12 steps hold exactly a third, and the rest are as before."""
@@ -417,6 +433,8 @@ BAD: dict[str, Callable[[], object]] = {
     "fixed list": lambda: ls.Fixed([1, 0]),  # type: ignore[arg-type]
     "fixed other depth": _draw(ls.Fixed(ls.ExecutionOrder((0,), 3))),
     "sequential 0": _draw(ls.Sequential(), 0),
+    "seed true": lambda: ls.Shuffled().draw(4, seed=True, step=0),
+    "step half": lambda: ls.Shuffled().draw(4, step=0.5),  # type: ignore[arg-type]
     **{
         f"model for {type(policy).__name__}": _draw(policy, torch.nn.Linear(2, 2))
         for policy in (ls.Sequential(), ls.Shuffled(), ls.LayerDrop(), ls.Kept(2))

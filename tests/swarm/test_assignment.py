@@ -162,10 +162,11 @@ def test_equal_hosts_hold_equally_many_and_each_block_at_least_twice(
     assert {copies_of(file.digest, held, BLOCKS) for file in BLOCKS} == {max(2, hosts // 12)}
 
 
-def test_fast_hosts_hold_more() -> None:
-    held = assign(
-        [HostCapacity("fast", 1000, 3.0), HostCapacity("a", 1000), HostCapacity("b", 1000)], BLOCKS
-    )
+@pytest.mark.parametrize("unit", [1.0, 0.125])
+def test_fast_hosts_hold_more(unit: float) -> None:
+    """Only the ratio of speeds counts."""
+    slow = [HostCapacity(name, 1000, unit) for name in "ab"]
+    held = assign([HostCapacity("fast", 1000, 3 * unit), *slow], BLOCKS)
     assert len(held["fast"]) == 12
     assert len(held["a"]) == len(held["b"]) == 6
 
@@ -177,6 +178,22 @@ def test_a_host_takes_what_lies_on_its_disk() -> None:
         "a": frozenset(range(6)),
         "b": frozenset(range(6, 12)),
     }
+
+
+def test_hosts_that_load_nothing_try_what_the_fewest_hold_or_try() -> None:
+    """Block 0 has one holder, 1 and 2 have two. All failed to load 2, and one is trying 1."""
+    given = [
+        HostCapacity("holds all", 30, blocks=frozenset({0, 1, 2})),
+        HostCapacity("holds two", 20, blocks=frozenset({1, 2})),
+    ]
+    for number in range(1, 6):
+        trying = frozenset({1}) if number == 5 else frozenset[int]()
+        given.append(
+            HostCapacity(f"try-{number}", 10, blocks=trying, failed=frozenset({2}), speed=9.0)
+        )
+    held = assign(given, BLOCKS[:3])
+    # Then 0 counts two, and comes first by its digest; then three; then 2, for all its failures.
+    assert [held[f"try-{number}"] for number in range(1, 6)] == [{0}, {0}, {1}, {2}, {1}]
 
 
 def test_a_departed_block_is_taken_over_and_a_newcomer_gets_work() -> None:

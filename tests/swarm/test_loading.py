@@ -185,6 +185,15 @@ def test_a_host_that_comes_and_goes_is_given_blocks_while_some_are_missing() -> 
     run_virtual(main())
 
 
+def test_a_host_is_overdue_after_the_time_of_its_largest_block() -> None:
+    """Five seconds, and two more for two million bytes at a million in a second."""
+    blocks = [BlockFile("a", 10), BlockFile("b", 2_000_000), BlockFile("c", 1_000_000)]
+    loading = Loading(since=100.0)
+    assert not overdue(loading, blocks, now=106.999, limits=LIMITS)
+    assert overdue(loading, blocks, now=107.001, limits=LIMITS)
+    assert not overdue(loading, [], now=1e9, limits=LIMITS), "it has nothing to load"
+
+
 @pytest.mark.parametrize(
     ("short", "pause"),
     [(0, 0.0), (2, 0.0), (3, 0.2), (4, 0.4), (5, 0.8), (11, 30.0), (10**9, 30.0)],

@@ -63,6 +63,7 @@ def test_the_host_expected_first_is_next_with_its_rarest_block():
 def test_a_request_ends_when_all_ran_or_nothing_fits_its_time():
     assert next_of(A, deadline=0.0159) == "deadline"
     assert next_of(A, deadline=0.01) == "deadline"
+    assert next_of(A, deadline=0.01, under_way=under_way((0, 0))) == "deadline", "none is awaited"
     assert next_of(A, deadline=5.0159, now=5.0) == "deadline"
     assert next_of(A, deadline=5.05, now=5.0).limit == pytest.approx(0.04)
     exact = host("a", 0, 1, compute=0.5, link=0.25)

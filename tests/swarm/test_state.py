@@ -34,6 +34,8 @@ def test_the_first_answer_sets_the_averages_and_later_ones_move_them_by_a_fifth(
     assert seen.compute == pytest.approx(0.8 * 0.004 + 0.2 * 0.009)
     assert seen.link == pytest.approx(0.8 * 0.004 + 0.2 * 0.010)
     assert answered(HOST, hop(ms=5.0)).link == 0.0, "never less than no time"
+    bare = answered(HOST, Visited("a", 0, "answered", 10.0))
+    assert (bare.compute, bare.link) == (0.0, 0.010), "all of it is the link's, if nothing is said"
 
 
 def test_pauses_double_up_to_their_bound():
@@ -146,7 +148,9 @@ def test_a_changed_swarm_equals_one_built_anew(changes, seed):
             swarm.put(new)
         views = list(swarm.values())
         assert list(swarm) == sorted(swarm)
-        assert swarm.pace(LIMITS) == Swarm(reversed(views)).pace(LIMITS)
+        anew = Swarm(reversed(views))
+        assert list(anew) == sorted(swarm)
+        assert swarm.pace(LIMITS) == anew.pace(LIMITS)
         assert [view.name for view in views] == sorted(swarm)
         assert swarm.usable_hosts == sum(v.usable for v in views)
         for block in range(4):

@@ -156,7 +156,7 @@ class ExecutionOrder:
         """
         first, last = fixed
         between = range(first, self.depth - last)
-        for block in sorted(self.blocks):
+        for block in self.blocks:
             if block not in between:
                 raise named_end(self, block, between=between)
         blocks = (*range(first), *self.blocks, *range(between.stop, self.depth))
