@@ -254,6 +254,20 @@ def test_an_image_stops_where_its_largest_probability_reaches_the_threshold(stop
     assert scores[0] == dataclasses.replace(scores[3], index=0)
 
 
+def test_an_image_stops_where_its_probability_is_the_threshold():
+    """Not only above it."""
+    model = VIT.wrapped().eval()
+    pixels, labels = BATCHES[-1]
+    with torch.no_grad(), running(model, "3"):
+        chance = float(model(pixels)[0].softmax(-1).max())
+    just_above = math.nextafter(chance, 1.0) + 1e-6
+    blocks = []
+    for stop in (chance, just_above):
+        (score,) = evaluate(model, [(pixels, labels)], orders=["3,3"], stop=stop)
+        blocks.append(score.blocks)
+    assert blocks == [1, 2]
+
+
 def test_without_a_stop_no_mean_number_of_blocks_is_told():
     (whole,) = evaluate(VIT.wrapped(), BATCHES, orders=["3,0,2,1"])
     (never,) = evaluate(VIT.wrapped(), BATCHES, orders=["3,0,2,1"], stop=1.0)

@@ -123,6 +123,22 @@ def test_refused_with_the_reason(phrase: str) -> None:
     assert phrase in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("anyorder", {"min_kept": 2}),
+        ("truncated", {"kept": 3, "fixed": (1, 1)}),
+        ("truncated", {"kept": 3, "distinct": 3}),
+        ("truncated", {"kept": 3, "distinct": 1, "fixed": (1, 1)}),
+        ("layershuffle", {"kept": 3, "min_kept": 3}),
+    ],
+)
+def test_numbers_of_blocks_that_just_fit(name: str, options: dict[str, Any]) -> None:
+    (order,) = Method(name, **{"orders_per_batch": 1, **options}).orders(3, step=1)
+    assert len(order) == 3 or "min_kept" in options
+    assert set(order.blocks) <= {0, 1, 2}
+
+
 # --- orders and exits -----------------------------------------------------------------------------
 
 PLACES = {"step": st.integers(0, 999), "micro_batch": st.integers(0, 7), "rank": st.integers(0, 3)}

@@ -297,10 +297,12 @@ def test_file(tmp_path):
     with pytest.raises(ModelFileError, match="other weights"):
         read_calibration(path, weights="v")
     good = json.loads(path.read_text())
+    sure = sure_at(1.0).sureness.model_dump(mode="json")
     for wrong, words in [
         (good | {"schema": 3}, "of another version .schema Input should be 4.*calibrate again"),
         (good | {"extra": 1}, "extra"),
         (good | {"orders": 0}, "orders"),
+        (good | {"sureness": sure | {"confidence": 1.01}}, "sureness confidence Input"),
         (good | {"rows": good["rows"][1:]}, "1, 2, 3, ... blocks"),
         (good | {"rows": [good["rows"][0] | {"top1": 101}]}, "rows 0 top1 Input should be less"),
     ]:
