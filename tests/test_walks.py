@@ -1,5 +1,6 @@
 """`scripts/walks.py` says what runs: a file that a walk does not need is not on its list."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,13 @@ def test_the_walks_of_an_image_an_order_and_a_request(repository: Path) -> None:
     counts = [int(line.split()[-2]) for line in run.stdout.splitlines() if line.endswith(" files")]
     assert counts == [len(files) for files in walks]
     fit, evaluation, command, machine, model, data, request, meanwhile = walks
-    # docs/architecture.md says what the longest of them are for: a longer one needs a reason.
+    # docs/architecture.md says of every file what it is for: a longer walk needs a reason there.
+    page = (repository / "docs" / "architecture.md").read_text()
+    told: list[set[str]] = []
+    for section in page.split("\n**A")[1:]:
+        told.append(set(re.findall(r"`(?:\w+/)*(\w+)`", section)))
+    for files, names in ((fit, told[0]), (evaluation, told[0] | told[1]), (request, told[2])):
+        assert {Path(file).stem for file in files} <= names
     assert len(fit) <= 22
     assert len(evaluation) <= 22
     assert len(request) <= 14
