@@ -65,8 +65,8 @@ def digits(split: str, number: int) -> tuple[Tensor, Tensor]:
 
 def drawn_order(stream: Stream, kept: int = DEPTH) -> Order:
     """`kept` of the blocks: the first, others in any order, each as likely as another, the last."""
-    first, *between, last = range(DEPTH)
-    return [first, *stream.shuffled(between)[: kept - 2], last]
+    first, *inner, last = range(DEPTH)
+    return [first, *stream.shuffled(inner)[: kept - 2], last]
 
 
 def training_orders(seed: int, step: int) -> list[Order]:
@@ -118,8 +118,8 @@ def run_groups(
             early_states = model.blocks[-1](torch.cat(states))
         for block in sorted({order[position] for order in orders}):
             members = [group for group in range(GROUPS) if orders[group][position] == block]
-            after = model.blocks[block](torch.cat([states[group] for group in members]))
-            for group, state in zip(members, after.chunk(len(members)), strict=True):
+            news = model.blocks[block](torch.cat([states[group] for group in members]))
+            for group, state in zip(members, news.chunk(len(members)), strict=True):
                 states[group] = state
     logits, early_logits = head(model, torch.cat([*states, early_states])).chunk(2)
     back = rows.argsort()

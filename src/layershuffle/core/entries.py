@@ -4,8 +4,8 @@ The backbone's own forward is the only loop over blocks, so whatever it does bet
 (read-outs, gates, a condition, its own autocast) is done by its own code. An entry runs its block
 with the hooks around it. It may also return what an earlier order with the same beginning computed,
 add its block's residual to a newer state (rounds), or run every sample of the batch by the block
-that its own order has at this position. `order_entries` builds the
-entries of one order, `sample_entries` those of an order per sample.
+that its own order has at this position. `order_entries` builds the entries of one order,
+`sample_entries` those of an order per sample.
 """
 
 from __future__ import annotations
@@ -283,7 +283,10 @@ class _GroupedForward:
         self._exit = None if exit_after is None else _Exit(orders, steps=exit_after, last=last)
 
     def entry(self, position: int) -> Entry:
-        """The entry at `position`: it runs every group by the block that its order has there."""
+        """The entry at `position`: it runs every group by the block that its order has there.
+
+        Raises `StackError`, when called, for a batch of another size than there are orders.
+        """
         # Block -> the groups that run it here, each with the version of the state that it reads.
         moves: dict[int, list[tuple[int, int]]] = {}
         older: set[int] = set()
@@ -309,7 +312,7 @@ class _GroupedForward:
             parts = {position: _split(state, self._rows, axis)}
             for version in older:
                 parts[version] = _split(self._states[version], self._rows, axis)
-            after = [*parts[position]]
+            states = [*parts[position]]
             outs: dict[tuple[int, ...], Any] = {}
             # Sorted, so that the sequence of kernels does not depend on which sample comes first.
             for block, members in sorted(moves.items()):
@@ -317,11 +320,11 @@ class _GroupedForward:
                     Step(position, block),
                     members,
                     parts=parts,
-                    after=after,
+                    states=states,
                     outs=outs,
                     arguments=(args, kwargs),
                 )
-            result = _joined(after, self._rows, axis)
+            result = _joined(states, self._rows, axis)
             if self._exit is not None:
                 result = self._leave(self._exit, position, result, arguments=(args, kwargs))
             outputs = self._axes.at(position)[1]
@@ -335,13 +338,13 @@ class _GroupedForward:
         members: Sequence[tuple[int, int]],
         *,
         parts: dict[int, Sequence[Tensor]],
-        after: list[Tensor],
+        states: list[Tensor],
         outs: dict[tuple[int, ...], Any],
         arguments: Any,
     ) -> None:
         """Run the block of `step` on the groups `members`, each with the version that it reads.
 
-        `parts` are the states by version and group. The new state of each group goes to `after`,
+        `parts` are the states by version and group. The new state of each group goes to `states`,
         and what the block returned for the rows of the batch to `outs`.
         """
         axis = self._axes.state
@@ -362,7 +365,7 @@ class _GroupedForward:
         news = _parts(state_of(out), sizes, axis)
         for (group, version), old, new in zip(members, read, news, strict=True):
             newest = version == step.position
-            after[group] = new if newest else after[group] + (new - old)
+            states[group] = new if newest else states[group] + (new - old)
 
     def _call(self, step: Step, state: Tensor, arguments: Any) -> Any:
         """What the block of `step` returns for `state` and its part of the other arguments."""
@@ -377,13 +380,13 @@ class _GroupedForward:
         Returns `result`, at the end of all orders with the states of the exit behind it.
         """
         axis = self._axes.state
-        beyond = position - exit_.steps
-        if beyond == -1:
+        passed = position - exit_.steps  # of the last blocks, by the states of the exit
+        if passed == -1:
             exit_.begin(result, axis)
-        elif 0 <= beyond < self._last and exit_.rows:
-            block = len(self._blocks) - self._last + beyond
+        elif 0 <= passed < self._last and exit_.rows:
+            block = len(self._blocks) - self._last + passed
             step = Step(position, block, exit_.rows, early=True)
-            exit_.go_on(beyond, self._call(step, exit_.state(beyond), arguments))
+            exit_.go_on(passed, self._call(step, exit_.state(passed), arguments))
         if position + 1 == self.longest:
             return torch.cat([result, exit_.answer(result, axis)], axis)
         return result
@@ -423,7 +426,10 @@ class _Exit:
             self._states.append(state_of(out))
 
     def state(self, count: int) -> Tensor:
-        """The state of `rows` after `count` of the last blocks."""
+        """The state of `rows` after `count` of the last blocks.
+
+        Raises `StackError` if the backbone has not come so far.
+        """
         if count >= len(self._states):
             raise missing_exit()
         return self._states[count]

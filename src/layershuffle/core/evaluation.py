@@ -1,8 +1,8 @@
 """Score a model under many execution orders in one pass over the data.
 
 The orders are given one by one, or drawn for a *mode* (`core.policies`); every score stores its
-order, so that it can be repeated. There are two ways to draw: one order per pass over the data, or
-one per batch, as in the paper's section 4.2 ("randomly for every forward path").
+order, so that it can be repeated. One order is drawn per pass over the data, or one per batch as in
+the paper's section 4.2 ("randomly for every forward path").
 """
 
 from __future__ import annotations
@@ -168,20 +168,21 @@ def evaluate(
     such a tensor nor an object with `logits`: `evaluate(model, batches, modes="arbitrary",
     logits=lambda output: output[0])`.
     `on_images` is called after every part of a batch with the number of images that were scored.
-    The train or eval mode of every module is restored. Raises `UsageError` for a model without a
-    classifier or with another output, for a mode or an order that does not fit the depth or moves
-    the ends, and for a `stop` outside (0, 1], `StackError` for rounds in a backbone that does more
-    between its blocks than pass the state on, `DataError` if there is no image, and for labels that
-    are no classes.
+    The train or eval mode of every module is restored.
+
+    Raises `UsageError` for a model without a classifier or with another output, for a mode or an
+    order that does not fit the depth or moves the ends, and for a `stop` outside (0, 1]. Raises
+    `StackError` for rounds in a backbone that does more between its blocks than pass the state on.
+    Raises `DataError` if there is no image, and for labels that are no classes.
     """
     check_classifier(model)
     _check_stop(stop)
     depth = depth_of(model)
     fixed = fixed_of(model) if fixed is None else checked_fixed(fixed)
-    columns = _columns(
+    pending = _pending_scores(
         depth, modes=modes, orders=orders, num_orders=num_orders, seed=seed, draw=draw, fixed=fixed
     )
-    if not columns:
+    if not pending:
         raise DataError("There is nothing to evaluate: no mode and no order was given")
     # A gate that was zero at the last verdict may have been trained since.
     forget(stack_of(model))
@@ -189,33 +190,34 @@ def evaluate(
     # Not inference_mode: backbones cache tensors (BEiT), with which they could not be trained.
     with in_eval(model), torch.no_grad():
         for number, batch in enumerate(batches):
-            for column in columns:
-                if column.order is None and column.mode is not None:
-                    policy = column.mode.policy(fixed=fixed)
-                    order = policy.draw(depth, seed=seed, step=number, micro_batch=column.index)
-                    column.batch_orders.append(order)
+            for score in pending:
+                if score.order is None and score.mode is not None:
+                    policy = score.mode.policy(fixed=fixed)
+                    order = policy.draw(depth, seed=seed, step=number, micro_batch=score.index)
+                    score.batch_orders.append(order)
             _score_batch(
                 model,
                 batch,
-                columns=columns,
+                pending=pending,
                 stop=stop,
                 fixed=fixed,
                 forward=partial(_answers, model, logits),
                 on_images=on_images,
             )
-    columns[0].tally.check()
-    scores: list[Score] = []
-    for column in columns:
-        score = Score(
-            mode=column.mode,
-            index=column.index,
-            order=column.order,
-            batch_orders=tuple(column.batch_orders),
-            fixed=fixed,
-            **column.tally.values(),
+    pending[0].tally.check()
+    finished: list[Score] = []
+    for score in pending:
+        finished.append(
+            Score(
+                mode=score.mode,
+                index=score.index,
+                order=score.order,
+                batch_orders=tuple(score.batch_orders),
+                fixed=fixed,
+                **score.tally.values(),
+            )
         )
-        scores.append(score)
-    return scores
+    return finished
 
 
 def _answers(model: nn.Module, logits: Logits | None, images: Tensor) -> Tensor:
@@ -235,7 +237,7 @@ def _check_stop(stop: float | None) -> None:
         )
 
 
-def _columns(
+def _pending_scores(
     depth: int,
     *,
     modes: str | Sequence[str | Mode],
@@ -247,17 +249,17 @@ def _columns(
 ) -> list[_PendingScore]:
     given = [order_of(order, depth) for order in orders]
     check_ends(given, fixed)
-    columns: list[_PendingScore] = []
+    pending: list[_PendingScore] = []
     for index, order in enumerate(given):
-        columns.append(_PendingScore(None, index, order))
+        pending.append(_PendingScore(None, index, order))
     names = [modes] if isinstance(modes, str) else list(map(str, modes))
     for mode in parse_modes(",".join(names)) if names else ():
         for index in range(mode.draws(num_orders, depth=depth, fixed=fixed)):
             # Drawn even if every batch draws its own: this refuses a mode that does not fit.
             drawn = mode.policy(fixed=fixed).draw(depth, seed=seed, step=index)
             per_batch = draw == "batch" and mode.is_drawn(depth, fixed=fixed)
-            columns.append(_PendingScore(mode, index, None if per_batch else drawn))
-    return columns
+            pending.append(_PendingScore(mode, index, None if per_batch else drawn))
+    return pending
 
 
 def check_classifier(model: nn.Module) -> None:
@@ -274,35 +276,35 @@ def _score_batch(
     model: nn.Module,
     batch: tuple[Tensor, Tensor],
     *,
-    columns: Sequence[_PendingScore],
+    pending: Sequence[_PendingScore],
     stop: float | None,
     fixed: tuple[int, int],
     forward: Callable[[Tensor], Tensor],
     on_images: Callable[[int], object] | None,
 ) -> None:
     # All modes together: the orders of kept:3:arbitrary begin those of kept:9:arbitrary.
-    orders = [column.order or column.batch_orders[-1] for column in columns]
+    orders = [score.order or score.batch_orders[-1] for score in pending]
     # An image that stops when it is sure runs along every beginning of its order.
     one_order = stop is None and len(set(orders)) == 1
     for images, labels in micro_batches(model, batch, one_order=one_order, forward=forward):
         if one_order:
-            # The order kept the ends when its column was made.
+            # Who drew or gave the order has checked its ends.
             with running(model, orders[0], fixed=(0, 0)):
                 logits = forward(images)
-            for column in columns:
-                column.tally.add(logits, labels)
+            for score in pending:
+                score.tally.add(logits, labels)
         elif stop is None:
             for index, logits in run_many(model, images, orders=orders, forward=forward):
-                columns[index].tally.add(logits, labels)
+                pending[index].tally.add(logits, labels)
         else:
             answers = _answers_at_stop(
                 model, images, orders=orders, stop=stop, fixed=fixed, forward=forward
             )
             for index, logits, steps in answers:
-                columns[index].tally.add(logits, labels, steps=steps)
+                pending[index].tally.add(logits, labels, steps=steps)
         # Called here and not per batch, because a batch in many orders may take minutes.
         if on_images is not None:
-            on_images(columns[0].tally.images)
+            on_images(pending[0].tally.images)
 
 
 def _answers_at_stop(
@@ -364,6 +366,7 @@ def micro_batches(
 
     They are moved to the model's device; floating images are cast to the dtype of its blocks.
     `one_order`: all of them run along the same one, so nothing is tried and the batch stays whole.
+    Raises `DataError` for a batch that is no pair, and for labels that are no class numbers.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise DataError(

@@ -64,7 +64,7 @@ def run_many(
     model: nn.Module,
     images: Tensor,
     *,
-    orders: Sequence[ExecutionOrder | str],
+    orders: Sequence[ExecutionOrder],
     forward: Forward | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """As `forward_many`, by an earlier verdict on what blocks share, if there is one.
@@ -79,7 +79,7 @@ def run_many(
     call = forward or logits
     indices: dict[ExecutionOrder, list[int]] = {}
     for index, order in enumerate(orders):
-        indices.setdefault(order_of(order, stack.depth), []).append(index)
+        indices.setdefault(order, []).append(index)
     ranked = sorted(indices, key=lambda order: order.steps)
     # Without an image there is nothing to try, and nothing to share.
     alike = len(ranked) > 1 and len(images) > 0 and sharing_of(model, images, forward=call).shared

@@ -45,16 +45,17 @@ def loss_of_orders(
 
     Row i runs along `orders[i % len(orders)]`. The loss is `criterion` (the cross-entropy) of the
     logits, plus the position loss of a model that predicts positions, plus the loss of the logits
-    after `exit_after` steps: `exit_weight` times the criterion, and `self_distillation` times the
-    KL divergence from the softmax of the final logits, which get no gradient by it (as in arXiv
-    2604.09168 for loops), or the second function of both answers if `criterion` is a pair. Before
-    its answer an exit passes through the last blocks of the model that keep their place. `model`
-    may be inside wrappers of other libraries. `logits` takes the logits out of what the model
-    returns; they then may have any shape that the criterion takes.
+    after `exit_after` steps. That is `exit_weight` times the criterion, and `self_distillation`
+    times the KL divergence from the softmax of the final logits (as in arXiv 2604.09168 for loops),
+    or times the second function of both answers if `criterion` is a pair. The final logits get no
+    gradient by it. Before its answer an exit passes through the last blocks of the model that keep
+    their place. `model` may be inside wrappers of other libraries. `logits` takes the logits out of
+    what the model returns; they then may have any shape that the criterion takes.
 
     A backbone that cannot run several orders in one batch, or has no state to take out between its
     blocks, runs the groups one after the other, and an exit as a forward of its own: the same loss,
-    in more time.
+    in more time. Raises `UsageError` for a batch without an image, and for answers or labels that
+    the criterion cannot take.
     """
     if not len(images):
         raise UsageError(

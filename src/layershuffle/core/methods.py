@@ -59,8 +59,10 @@ PRESETS: dict[str, tuple[OrderMode, dict[str, Any]]] = {
 }
 """By name: how blocks are drawn, which is also the score that selects, and the options."""
 
-# `None`, for the options that have a value in every preset: after its making, so has a method.
+# `None` for options that have a value in every preset: `__post_init__` puts that in its place, so
+# their type is that of the value.
 _KEEP: Any = None
+# What they are where the preset says nothing.
 _IN_ALL = {"orders_per_batch": 1, "position": "none", "fixed": (0, 0)}
 
 
@@ -279,11 +281,12 @@ class Method:
     ) -> Tensor:
         """The loss of one forward: a scalar in fp32, attached to the graph.
 
-        It draws the orders of this step, runs `model` on `images` `[n, channels, height, width]`
-        along them (row i of the batch is in group i mod `orders_per_batch`), and adds the exit loss
-        and, for a model that predicts positions, the position loss. `model` is a wrapped model, or
-        that model inside the wrappers of DDP, accelerate or Lightning. `criterion(logits, labels)`
-        is a mean over its rows, by default the cross-entropy with `labels` int64 `[n]`.
+        It draws the orders of this step, and runs `model` on `images` `[n, channels, height,
+        width]` along them: row i of the batch is in group i mod `orders_per_batch`. It adds the
+        exit loss and, for a model that predicts positions, the position loss. `model` is a wrapped
+        model, or that model inside the wrappers of DDP, accelerate or Lightning.
+        `criterion(logits, labels)` is a mean over its rows, by default the cross-entropy with
+        `labels` int64 `[n]`.
 
         A model may return logits `[n, classes]`, an object with `logits`, or the pair of timm's
         distilled models; for all else `logits` takes out what the criterion gets: `logits=lambda
@@ -326,8 +329,9 @@ class Method:
     ) -> tuple[Tensor, Tensor]:
         """As `loss`, and the logits `[n, classes]` of the whole orders, in fp32.
 
-        `orders` are those that `orders` draws for this step, which a loop may need itself. `loss`
-        warns of a step that comes again, because its orders do too; here the caller draws them.
+        `orders`: what `Method.orders` returns for this step, or others that the caller draws.
+        `loss` warns of a step that comes again, because its orders do too; here nothing is drawn.
+        Raises the errors of `loss`.
         """
         from layershuffle.core.checks.parts import check_parts
         from layershuffle.core.losses import loss_of_orders

@@ -155,11 +155,11 @@ class ExecutionOrder:
             '0,3,1,4'
         """
         first, last = fixed
-        between = range(first, self.depth - last)
+        inner = range(first, self.depth - last)
         for block in self.blocks:
-            if block not in between:
-                raise named_end(self, block, between=between)
-        blocks = (*range(first), *self.blocks, *range(between.stop, self.depth))
+            if block not in inner:
+                raise named_end(self, block, inner=inner)
+        blocks = (*range(first), *self.blocks, *range(inner.stop, self.depth))
         if self.versions is None:
             return ExecutionOrder(blocks, self.depth)
         versions = list(range(first))
@@ -254,8 +254,8 @@ def _parse_steps(word: str, text: str, *, position: int) -> list[tuple[int, int]
     """The steps (block, version) that a word such as "3", "3+7+0" or "3@0" denotes."""
     if "+" in word:
         return [(checked_id(part, text), position) for part in word.split("+")]
-    block, at, version = word.partition("@")
-    return [(checked_id(block, text), checked_id(version, text) if at else position)]
+    block, mark, version = word.partition("@")
+    return [(checked_id(block, text), checked_id(version, text) if mark else position)]
 
 
 def orders_of(order: object, depth: int) -> ExecutionOrder | tuple[ExecutionOrder, ...]:

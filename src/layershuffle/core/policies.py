@@ -35,7 +35,7 @@ from layershuffle.core.checks.policies import (
     check_sequential_every,
     checked_parallel,
     checked_range,
-    no_block_between,
+    no_inner_block,
     passes_without_count,
     unknown_mode,
 )
@@ -100,7 +100,7 @@ class _Policy:
         if step is None:
             with _COUNTING:
                 step = self.drawn
-                # The class is frozen for its users: a policy is a value, and this is its odometer.
+                # The class is frozen for its users; this counter is no part of its value.
                 object.__setattr__(self, "drawn", step + 1)
         stream = Stream(seed, step, micro_batch=micro_batch, rank=rank)
         return self._order(depth, stream, turn=stream.step + stream.micro_batch)
@@ -139,8 +139,8 @@ class _TrainingPolicy(_Policy):
         blocks = self._blocks(drawn_blocks(depth, self.fixed), stream)
         return _in_rounds([blocks], depth, fixed=self.fixed, parallel=self.parallel, stream=stream)
 
-    def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
-        """The blocks that run between the ends, of those in `drawn`."""
+    def _blocks(self, inner: range, stream: Stream) -> Sequence[int]:
+        """Which of the `inner` blocks run, in this order, between the ends."""
         raise NotImplementedError
 
 
@@ -160,10 +160,10 @@ class Sequential(_TrainingPolicy):
         super().__post_init__()
         object.__setattr__(self, "depth", checked_range(self.depth))
 
-    def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
+    def _blocks(self, inner: range, stream: Stream) -> Sequence[int]:
         if self.depth is None:
-            return drawn
-        kept = _kept_of(stream.shuffled(drawn), self.depth, stream, ends=sum(self.fixed))
+            return inner
+        kept = _kept_of(stream.shuffled(inner), self.depth, stream, ends=sum(self.fixed))
         return sorted(kept)
 
 
@@ -189,8 +189,8 @@ class Shuffled(_TrainingPolicy):
             check_probability(self.drop)
         object.__setattr__(self, "depth", checked_range(self.depth))
 
-    def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
-        blocks = stream.shuffled(drawn)
+    def _blocks(self, inner: range, stream: Stream) -> Sequence[int]:
+        blocks = stream.shuffled(inner)
         if self.drop is not None:
             # Dropped after the shuffle: the order of the others is that of the full permutation.
             return _survivors(blocks, self.drop, stream)
@@ -213,8 +213,8 @@ class LayerDrop(_TrainingPolicy):
         super().__post_init__()
         check_probability(self.p)
 
-    def _blocks(self, drawn: range, stream: Stream) -> Sequence[int]:
-        return _survivors(drawn, self.p, stream)
+    def _blocks(self, inner: range, stream: Stream) -> Sequence[int]:
+        return _survivors(inner, self.p, stream)
 
 
 @dataclass(frozen=True)
@@ -242,12 +242,12 @@ class Kept(_Policy):
 
     def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
         del turn
-        drawn = drawn_blocks(depth, self.fixed)
+        inner = drawn_blocks(depth, self.fixed)
         check_kept_count(self.k, depth, fixed=self.fixed)
         # One shuffle serves both draws: its first k places are a uniform ordered subset, so the
         # orders of k = 12, 9, 6, 3 at one (seed, step) are prefixes of each other and share work.
-        shuffled = stream.shuffled(drawn)
-        chosen = self._chosen(drawn, shuffled)
+        shuffled = stream.shuffled(inner)
+        chosen = self._chosen(inner, shuffled)
         blocks = sorted(chosen)
         if self.order == "arbitrary":
             blocks = [block for block in shuffled if block in chosen]
@@ -261,14 +261,14 @@ class Kept(_Policy):
             stream=stream,
         )
 
-    def _chosen(self, drawn: range, shuffled: Sequence[int]) -> tuple[int, ...]:
-        """The kept blocks beside the ends, of those in `drawn`."""
+    def _chosen(self, inner: range, shuffled: Sequence[int]) -> tuple[int, ...]:
+        """Which of the `inner` blocks are kept beside the ends."""
         count = self.k - sum(self.fixed)
         if self.choose == "spaced":
-            return tuple(drawn[place] for place in spaced(count, len(drawn)))
+            return tuple(inner[place] for place in spaced(count, len(inner)))
         if self.choose == "random":
             return tuple(shuffled[:count])
-        return tuple(drawn[:count] if self.choose == "first" else drawn[len(drawn) - count :])
+        return tuple(inner[:count] if self.choose == "first" else inner[len(inner) - count :])
 
 
 @dataclass(frozen=True)
@@ -352,10 +352,13 @@ def _kept_of(
 
 
 def drawn_blocks(depth: int, fixed: tuple[int, int]) -> range:
-    """The blocks between the ends `fixed`, which policies draw. Raises `UsageError` if none is."""
+    """The inner blocks of a model with the ends `fixed`: those that policies draw.
+
+    Raises `UsageError` if the ends leave none.
+    """
     first, last = fixed
     if first + last >= depth:
-        raise no_block_between(fixed, depth)
+        raise no_inner_block(fixed, depth)
     return range(first, depth - last)
 
 
@@ -395,10 +398,10 @@ class Mode:
     def is_drawn(self, depth: int, *, fixed: tuple[int, int] = (0, 0)) -> bool:
         """Whether more than one order of a model with `depth` blocks and the ends `fixed` belongs
         to the mode."""
-        drawn = depth - sum(fixed)
-        kept = drawn if self.kept is None else max(0, self.kept - sum(fixed))
-        # "spaced", "first" and "last" name their blocks, and all blocks can be kept in one way.
-        subsets = comb(drawn, kept) if self.choose == "random" else 1
+        inner = depth - sum(fixed)
+        kept = inner if self.kept is None else max(0, self.kept - sum(fixed))
+        # "spaced", "first" and "last" name their blocks, and there is one set of all blocks.
+        subsets = comb(inner, kept) if self.choose == "random" else 1
         return subsets > 1 or (self.order == "arbitrary" and kept > 1)
 
     def draws(self, num_orders: int, *, depth: int, fixed: tuple[int, int] = (0, 0)) -> int:

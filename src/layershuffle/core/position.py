@@ -212,7 +212,10 @@ class PositionedModel(nn.Module):
 
     @contextmanager
     def guessing(self) -> Iterator[Guesses]:
-        """Collect the position guesses of the last forward; `UsageError` without prediction."""
+        """Collect the position guesses of the last forward.
+
+        Raises `UsageError` for a model that predicts no positions.
+        """
         if self.prediction is None:
             raise missing_prediction()
         guesses = Guesses(self.prediction)
@@ -250,7 +253,10 @@ def add_position(
 
 
 def width_of(model: nn.Module) -> int:
-    """Width of the state between the blocks, by the attribute names that libraries use."""
+    """Width of the state between the blocks, by the attribute names that libraries use.
+
+    Raises `StackError` if no module around the stack has such an attribute.
+    """
     # From the inside out: a model around another one may have its own widths.
     for owner in reversed(_around_the_stack(model)):
         config = getattr(owner, "config", None)

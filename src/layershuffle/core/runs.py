@@ -35,7 +35,9 @@ Entries = Callable[["Run"], Sequence[Callable[..., Any]]]
 class StackRequests:
     """Which entries a backbone has requested in the latest forward of a stack of `depth` blocks.
 
-    `entries` are those of this forward, and `around` says what stands around their blocks.
+    `entries` are those of this forward, and `conditions` what they were made with: whether blocks
+    are recomputed, and the hooks around them. The backbone has taken `furthest` of `length`
+    entries. `whole`: it has taken the last one; `sliced`: it has asked for a slice of them.
     """
 
     depth: int
@@ -44,13 +46,13 @@ class StackRequests:
     length: int = 0
     sliced: bool = False
     entries: Sequence[Callable[..., Any]] = ()
-    around: tuple[object, ...] = ()
+    conditions: tuple[object, ...] = ()
 
-    def has_entries(self, around: tuple[object, ...]) -> bool:
-        """Whether this forward has entries, made with the very same things around the blocks."""
-        if not self.entries or len(around) != len(self.around):
+    def has_entries(self, conditions: tuple[object, ...]) -> bool:
+        """Whether this forward has entries that were made under the very same conditions."""
+        if not self.entries or len(conditions) != len(self.conditions):
             return False
-        return all(map(operator.is_, around, self.around))
+        return all(map(operator.is_, conditions, self.conditions))
 
     def note(self, count: int, length: int) -> None:
         """The backbone has received `count` of `length` entries so far."""
@@ -97,7 +99,9 @@ class StackRequests:
 class Run:
     """How one stack runs: the entries for the backbone (`None`: its blocks), and what is around.
 
-    `order`: what runs, equal for two forwards that run the same blocks on the same states.
+    `order`: what runs, equal for two forwards that run the same blocks on the same states. `hooks`
+    are called before and after each block, and with `recompute` a backward pass runs it again.
+    `requests`: what the backbone asks of the entries, where that is checked.
     """
 
     entries: Entries | None = None
@@ -117,7 +121,7 @@ class RunChange:
         self.stack = stack
         self.hooks = hooks
         self.settings = settings
-        self.over = False
+        self.ended = False
 
     def __enter__(self) -> None:
         # A new tuple each time, so that threads and tasks that copied the context keep their
@@ -126,10 +130,10 @@ class RunChange:
 
     def __exit__(self, *_: object) -> None:
         # A generator may be closed in another thread or task than the one it began in. The context
-        # there cannot be reached, so the change itself is marked as over.
-        self.over = self not in _CHANGES.get()
+        # there cannot be reached, so the change itself is marked as ended.
+        self.ended = self not in _CHANGES.get()
         others = list(_current_changes())
-        if not self.over:
+        if not self.ended:
             others.remove(self)
         _CHANGES.set(tuple(others))
 
@@ -156,8 +160,8 @@ def changed_stacks() -> set[nn.Module]:
 
 
 def _current_changes() -> tuple[RunChange, ...]:
-    """The changes in this context, without those that are over (they would keep models alive)."""
-    return tuple([change for change in _CHANGES.get() if not change.over])
+    """The changes in this context, without those that have ended (they would keep models alive)."""
+    return tuple([change for change in _CHANGES.get() if not change.ended])
 
 
 def holders(module: nn.Module, stack: nn.Module) -> list[nn.Module]:

@@ -73,7 +73,7 @@ class BlockStack(nn.ModuleList):
     """The block container of a wrapped model. Made by `wrap`, undone by `unwrap`.
 
     `fixed`: how many blocks at the beginning and at the end keep their place, as the model was
-    trained. Copies of the model have it, too.
+    trained. Copies of the model have it, too. `container_class`: the class that `unwrap` restores.
     """
 
     container_class: type[nn.Module]
@@ -105,8 +105,8 @@ class BlockStack(nn.ModuleList):
         if run is PLAIN:
             return self.blocks
         requests = run.requests
-        around = (run.recompute, *run.hooks)
-        if not begins and requests is not None and requests.has_entries(around):
+        conditions = (run.recompute, *run.hooks)
+        if not begins and requests is not None and requests.has_entries(conditions):
             return requests.entries
         if run.entries is not None:
             entries = run.entries(run)
@@ -114,7 +114,7 @@ class BlockStack(nn.ModuleList):
             entries = order_entries(self.blocks, ExecutionOrder.sequential(self.depth), run=run)
         if requests is not None:
             requests.entries = entries
-            requests.around = around
+            requests.conditions = conditions
         return entries
 
     def _part(self, index: slice) -> BlockStack:
@@ -274,7 +274,7 @@ def running(
     `logits` takes the logits out of what the model returns, for `exit_after` with a model whose
     output is neither `[batch, classes]` nor an object with `logits`.
 
-    Raises `UsageError` for orders of another depth or without the ends in their place, and
+    Raises `UsageError` for orders of another depth or without the ends in their place. Raises
     `StackError` if the backbone ran only a part of the order, or if samples do not get in one batch
     what they get alone.
 

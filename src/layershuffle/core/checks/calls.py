@@ -62,9 +62,12 @@ class _Calls:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """Hooks on `model`, and on the modules in it that hold the stack."""
-        around = holders(model, self._stack)
-        compiled = any(map(is_compiled, around))
+        """Put hooks on `model`, and on the modules in it that hold the stack.
+
+        Raises `StackError` for a model that is compiled as a whole, if steps read older states.
+        """
+        callers = holders(model, self._stack)
+        compiled = any(map(is_compiled, callers))
         if compiled and self._order.versions is not None:
             # A hook would be compiled into the model, and a graph cannot be tried.
             raise StackError(
@@ -73,7 +76,7 @@ class _Calls:
                 hint="compile its blocks instead: layershuffle.compiling, or block.compile()",
             )
         with ExitStack() as hooks:
-            for module in [] if compiled else around:
+            for module in [] if compiled else callers:
                 before = module.register_forward_pre_hook(
                     self._before, prepend=True, with_kwargs=True
                 )
@@ -185,7 +188,7 @@ def lost_rows(module: nn.Module, rows: int, *, states: int) -> StackError:
 
 
 def refuse_unused_stack(module: nn.Module, *_: object) -> None:
-    """A hook on models with an order or hooks: it refuses a call that used no block of the stack.
+    """A hook on models with an order or hooks. Raises `StackError` if a call used no block.
 
     It takes the module as an argument and is no closure, because a copy of a model keeps its hooks.
     """
@@ -194,9 +197,9 @@ def refuse_unused_stack(module: nn.Module, *_: object) -> None:
     for stack in changed_stacks():
         requests = run_of(stack).requests
         if requests is not None and not requests.length:
-            around = holders(module, stack)
+            callers = holders(module, stack)
             # A compiled model uses its stack only while it is being compiled.
-            if around and not any(map(is_compiled, around)):
+            if callers and not any(map(is_compiled, callers)):
                 raise unused_stack(module)
 
 

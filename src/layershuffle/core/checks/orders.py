@@ -159,10 +159,10 @@ def moved_ends(
     )
 
 
-def named_end(order: object, block: int, *, between: range) -> UsageError:
-    """The error for an order of the blocks `between` the ends which names the end `block`."""
+def named_end(order: object, block: int, *, inner: range) -> UsageError:
+    """The error for an order of the `inner` blocks, those between the ends, which names an end."""
     return UsageError(
         f"The order {order} has block {block}, which keeps its place at an end of the model and "
         "always runs there",
-        hint=f"name blocks from {between.start} to {between.stop - 1}",
+        hint=f"name blocks from {inner.start} to {inner.stop - 1}",
     )

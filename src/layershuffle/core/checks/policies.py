@@ -106,7 +106,7 @@ def check_random_count(low: int, high: int, *, depth: int, ends: int) -> None:
     )
 
 
-def no_block_between(fixed: tuple[int, int], depth: int) -> UsageError:
+def no_inner_block(fixed: tuple[int, int], depth: int) -> UsageError:
     """The error for ends which leave no block of a model to draw."""
     first, last = fixed
     return UsageError(

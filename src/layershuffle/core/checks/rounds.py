@@ -58,7 +58,7 @@ def refuse_rounds(
     if len(blocks) == 1 or not samples:
         return
 
-    def find_out() -> str | None:
+    def judge() -> str | None:
         def run(entries: Sequence[Call]) -> Trace:
             return trace_forward(
                 stack,
@@ -80,7 +80,7 @@ def refuse_rounds(
         return None if _are_alike(first, swapped) and _are_alike(first, slow) else _WHY
 
     kind = ("rounds", *kind_of_call(module, stack, arguments=arguments, samples=samples))
-    reason = verdict_on(module, stack, kind=kind, find_out=find_out, tries_again=True)
+    reason = verdict_on(module, stack, kind=kind, find_out=judge, tries_again=True)
     if reason is not None:
         raise StackError(
             f"{type(module).__name__} cannot run blocks side by side: {reason}",

@@ -67,8 +67,10 @@ def beginnings(
     images: Tensor,
     forward: Callable[[Any], Any],
 ) -> Beginnings:
-    """Whether the orders of `forward(images)`, which calls `model`, may share their beginnings."""
+    """Whether the orders of `forward(images)`, which calls `model`, may share their beginnings.
 
+    Raises `StackError` if the forward uses no block of the stack, and what the call itself raises.
+    """
     few = images[:2]
     depth = len(blocks)
     ids = _steps(depth)
@@ -81,7 +83,7 @@ def beginnings(
     def run_one() -> Trace:
         return trace(first, batch=few[:1])
 
-    def find_out() -> Beginnings | None:
+    def compare() -> Beginnings | None:
         same = True
         # Two lengths, as blocks may do something at every second position; the end repeats the
         # first block, which may have kept something.
@@ -106,8 +108,8 @@ def beginnings(
             reads_batch=_reads_batch(whole, partial(attempt, model, stack, run=run_one)),
         )
 
-    def found_out() -> Beginnings:
-        verdict = attempt(model, stack, run=find_out)
+    def judge() -> Beginnings:
+        verdict = attempt(model, stack, run=compare)
         if verdict is None:
             raise unused_stack(model)
         if isinstance(verdict, Beginnings):
@@ -120,7 +122,7 @@ def beginnings(
 
     kind = ("beginnings", *kind_of_call(model, stack, arguments=images, samples=len(images)))
     # Found once: what has many orders forgets before it begins.
-    verdict: Beginnings = verdict_on(model, stack, kind=kind, find_out=found_out, tries_again=False)
+    verdict: Beginnings = verdict_on(model, stack, kind=kind, find_out=judge, tries_again=False)
     return verdict
 
 
@@ -171,7 +173,7 @@ def sample_axes(
             forward=lambda: forward(samples_of(arguments, samples=samples, count=count)),
         )
 
-    def find_out(uneven: bool) -> Axes | str | None:
+    def compare(uneven: bool) -> Axes | str | None:
         depth = len(blocks)
         ids = _steps(depth)
         first = ExecutionOrder(ids, depth)
@@ -198,9 +200,9 @@ def sample_axes(
                 return _WHY
         return axes
 
-    def found_out(uneven: bool) -> Axes | str:
+    def judge(uneven: bool) -> Axes | str:
         # A backbone may count its blocks, need a state of each, or pack its samples.
-        verdict = attempt(module, stack, run=partial(find_out, uneven))
+        verdict = attempt(module, stack, run=partial(compare, uneven))
         if verdict is None:
             raise unused_stack(module)
         if not isinstance(verdict, Exception):
@@ -221,7 +223,7 @@ def sample_axes(
             module,
             stack,
             kind=(asks_most, *kind),
-            find_out=partial(found_out, asks_most),
+            find_out=partial(judge, asks_most),
             tries_again=True,
         )
         if isinstance(verdict, Axes):

@@ -146,7 +146,7 @@ def trial_conditions(model: nn.Module, stack: nn.Module) -> Iterator[None]:
 
     The modules around the stack keep their modes, because their code is what is tried.
     """
-    around = {module: module.training for module in holders(model, stack)}
+    modes = {module: module.training for module in holders(model, stack)}
     compiled = any(map(is_compiled, model.modules()))
     # A few forwards do not justify a graph.
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
@@ -158,13 +158,16 @@ def trial_conditions(model: nn.Module, stack: nn.Module) -> Iterator[None]:
         nothing_noted(model),
     ):
         # In a model that is being scored they are in eval mode already.
-        for module, training in around.items():
+        for module, training in modes.items():
             module.training = training
         yield
 
 
 def attempt(model: nn.Module, stack: nn.Module, *, run: Callable[[], T]) -> T | Exception:
-    """What `run` returns as a trial of `model`, or the error in which it ended."""
+    """What `run` returns as a trial of `model`, or the error in which it ended.
+
+    Raises `torch.OutOfMemoryError` alone, which says nothing about the model.
+    """
     try:
         with trial_conditions(model, stack):
             return run()

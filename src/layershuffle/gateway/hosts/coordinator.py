@@ -147,7 +147,7 @@ class Coordinator:
     # --- what hosts do (`connections.HostWatcher`) ------------------------------------------------
 
     def joined(self, host: ConnectedHost) -> None:
-        """See `connections.HostWatcher`."""
+        """Make the host known, with what it held where it comes back in time."""
         self._remember_shut_out()
         returned = self._departed.pop(host.name, None)
         loading = frozenset[int]() if returned is None else returned[0].blocks
@@ -175,14 +175,14 @@ class Coordinator:
         self._changed.set()
 
     def loaded(self, host: ConnectedHost, block: int) -> None:
-        """See `connections.HostWatcher`."""
+        """Test a block that the host has loaded; only then it counts."""
         self.health.expect(host.name, {block: self._references[block]})
         task = asyncio.create_task(self._admit(host, block))
         self._tests.add(task)
         task.add_done_callback(self._tests.discard)
 
     def failed(self, host: ConnectedHost, block: int, *, why: str) -> None:
-        """See `connections.HostWatcher`."""
+        """Count the host for what it has loaded, and give the block to others."""
         key = f"{host.name} loads"
         now = self.router.clock()
         before = self._said.get(key, ("", -math.inf))[1]
@@ -202,12 +202,12 @@ class Coordinator:
             self._changed.set()
 
     def leaving(self, host: ConnectedHost) -> None:
-        """See `connections.HostWatcher`."""
+        """Send the host no more visits; others take over its blocks."""
         self.router.update(host.name, state.draining)
         self._changed.set()
 
     def left(self, host: ConnectedHost, why: str) -> None:
-        """See `connections.HostWatcher`."""
+        """Forget the connection, and plan anew."""
         name = host.name
         now = self.router.clock()
         limits = self.router.limits
