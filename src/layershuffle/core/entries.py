@@ -69,7 +69,7 @@ class Entry:
         return self._call(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as a call, for backbones that call `block.forward` directly."""
+        """Does what a call does, for backbones that call `block.forward` directly."""
         return self(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -67,7 +67,7 @@ def run_many(
     orders: Sequence[ExecutionOrder],
     forward: Forward | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """As `forward_many`, by an earlier verdict on what blocks share, if there is one.
+    """Run the orders as `forward_many` does, by an earlier verdict on what blocks share, if any.
 
     The orders may move the ends of the model: who draws them has checked that.
     """

@@ -327,7 +327,7 @@ class Method:
         criterion: Criterion | tuple[Criterion, Criterion] | None = None,
         logits: Callable[[Any], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `loss`, and the logits `[n, classes]` of the whole orders, in fp32.
+        """The loss as in `loss`, and the logits `[n, classes]` of the whole orders, in fp32.
 
         `orders`: what `Method.orders` returns for this step, or others that the caller draws.
         `loss` warns of a step that comes again, because its orders do too; here nothing is drawn.

@@ -210,7 +210,7 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
             self._answered(host, content)
 
     def ended(self, connection: HostConnection, why: str) -> None:
-        """The connection has ended; said once."""
+        """The connection has ended. Every connection calls this once."""
         host = self._connections.pop(connection)
         if host is None or self._hosts.get(host.name) is not host:
             return
@@ -389,13 +389,13 @@ class HostConnection(asyncio.Protocol):
     # --- what uvicorn and the event loop call -----------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """See `asyncio.Protocol`."""
+        """Keep the transport, and the address at its other end."""
         self._transport = transport
         self._peer = transport.get_extra_info("peername")
         self.address = self._peer[0] if self._peer else ""
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Take the frames of a host, or answer its request for a connection."""
         self._asked_since = None
         self._wire.receive_data(data)
         for event in self._wire.events_received():
@@ -406,16 +406,16 @@ class HostConnection(asyncio.Protocol):
         self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """End the connection for all that waits for it."""
         del exc
         self._end("its connection has ended")
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """Note the time from which the host does not read."""
         self.unread_since = asyncio.get_running_loop().time()
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """The host reads again."""
         self.unread_since = None
 
     def _answer(self, request: http11.Request) -> None:
