@@ -135,6 +135,7 @@ def loss_of(model: ViT, images: Tensor, labels: Tensor, *, seed: int, step: int)
     That early answer learns from the labels, and from the answer of the whole order. So every block
     leaves a state that the head can read, and the blocks that come after it may be missing.
     """
+    # After 2 to 10 of 12 blocks. No group has the number -1, so the draw is one of its own.
     exit_after = 2 + Stream(seed, step, micro_batch=-1).below(DEPTH - 3)
     logits, early_logits = run_groups(model, images, training_orders(seed, step), exit_after)
     teacher = logits.detach().log_softmax(-1)
