@@ -107,6 +107,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"{EVAL} --order 0 --num-orders 3", "--order and --num-orders exclude each other"),
         ("predict model file --top 0", "top is 1 or more"),
         ("predict model file --order 9", "9 is not a block"),
+        ("predict model file --fixed 1", "fixed: '1' is not two numbers of blocks, such as 1,1"),
+        (
+            "predict model file --order -1,2",
+            'Command "predict" parameter --order requires an argument, and -1,2 is read as one ',
+        ),
         ("predict model file --modes kept:1-2", "predict takes one order mode; 'kept:1-2' names 2"),
         ("predict M I --modes arbitrary --order 1", "--order and --modes exclude each other"),
         # outputs
@@ -115,6 +120,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"{FIT} --out /proc/x", "There is no such place"),
         (f"analyze norms {MODEL} --data {DATA} --max-images 8 --out /proc/x", "There is no such"),
         ("reproduce digits-quick --out file", "A file stands where a directory is needed"),
+        (
+            f"analyze all {MODEL} --data {DATA} --out file",
+            "A file stands where a directory is needed",
+        ),
+        ("reproduce digits-quick --data images --dry-run", "unknown data source 'images'"),
         (
             "reproduce digits-quick --out images --dry-run",
             "The directory is not empty and holds no",
@@ -132,7 +142,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # models and images
         (f"eval {MODEL.replace('=100', '=0')} --data {DATA}", "the model has no classifier"),
         (f"eval nowhere --data {DATA}", "'nowhere' is neither a path that exists nor a model spec"),
-        (f"eval file --data {DATA}", "There is no layershuffle.json"),
+        (f"eval file --data {DATA}", "A model is a directory, and this is a file"),
+        ("predict file model", "A model is a directory, and this is a file"),
         (f"eval hf:empty --data {DATA}", "There is no layershuffle.json and no config.json here"),
         (f"eval timm:test_vit?checkpoint=bytes --data {DATA}", "torch refuses this"),
         (f"eval timm:test_vit?checkpoint=none --data {DATA}", "There is no such file"),

@@ -7,6 +7,7 @@ output has gone), 143 stopped by a signal after a checkpoint was saved.
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import os
 import re
@@ -242,7 +243,17 @@ def parse(words: Sequence[str]) -> Command | None:
             unused = " ".join(re.findall(r"'([^']*)'", cause))
             cause = f"The command takes no further word, and got: {unused}"
             next_command = f"flags such as --augment need no word, others one each; {next_command}"
+        elif "requires an argument" in cause and (value := _hyphenated(words, cause)):
+            cause = f"{cause.rstrip('.')}, and {value} is read as one more option"
         raise UsageError(cause, hint=next_command) from None
+
+
+def _hyphenated(words: Sequence[str], cause: str) -> str | None:
+    """The word behind an option without a value, where a hyphen and a digit begin it."""
+    for word, following in itertools.pairwise(words):
+        if word.startswith("--") and f" {word} " in cause and re.match(r"-\d", following):
+            return following
+    return None
 
 
 def _with_home(word: str) -> str:

@@ -49,6 +49,13 @@ class AnalyzeCommand(ComputingCommand):
             self._answer(self.name, self.out)
             return 0
 
+        if self.out.is_file():  # before an hour of analyses that could not be written
+            raise UsageError(
+                "A file stands where a directory is needed",
+                place=self.out,
+                hint="give another --out",
+            )
+
         # Imported late, because it imports torch.
         from layershuffle.analysis.subject import DoesNotApply
 

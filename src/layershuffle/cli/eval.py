@@ -230,6 +230,10 @@ class PredictCommand(ComputingCommand, Reporting):
     """File that names the outputs of a model without names of classes, one per line in their
     order."""
 
+    def __post_init__(self) -> None:
+        """Refuse ends that are not two numbers, before a model is loaded."""
+        self._ends()
+
     def run(self) -> int:
         """Load, predict and print."""
         if self.order is not None and self.modes is not None:
@@ -243,8 +247,7 @@ class PredictCommand(ComputingCommand, Reporting):
         model = load(self.model)
         name_classes(model, self.classes, place=self.model)
         depth = depth_of(model)
-        asked: dict[str, Any] = {"fixed": self.fixed}
-        fixed = EvalSettings(**asked).fixed or fixed_of(model)
+        fixed = self._ends() or fixed_of(model)
         if self.order is not None:
             order = ExecutionOrder.parse(self.order, depth=depth)
         else:
@@ -272,3 +275,8 @@ class PredictCommand(ComputingCommand, Reporting):
         document = {"model": self.model, "order": str(order), "images": report}
         self.show(document, "\n".join(lines))
         return code
+
+    def _ends(self) -> tuple[int, int] | None:
+        """The two numbers of --fixed. Raises `SettingsError` for anything else."""
+        asked: dict[str, Any] = {"fixed": self.fixed}
+        return EvalSettings(**asked).fixed

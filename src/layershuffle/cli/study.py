@@ -100,7 +100,7 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
     """The study of a recipe, on other images where `data` names them.
 
     Raises `SettingsError` for settings that a study or one of its runs cannot have, `UsageError`
-    for the recipe of a single training.
+    for the recipe of a single training and for unknown images.
     """
     fields = read_recipe(recipe)
     if "method" in fields and "arms" not in fields:
@@ -110,6 +110,9 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
             hint=f"layershuffle fit --recipe {quote(str(recipe))} --out DIR",
         )
     if data is not None:
+        from layershuffle.data.loading import parse_spec  # imports torch
+
+        parse_spec(data)
         fields["data"] = data
     try:
         study = StudySettings(**fields)

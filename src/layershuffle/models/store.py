@@ -361,6 +361,9 @@ def _loadable_directory(place: Path) -> Path:
         "name a directory that layershuffle fit, layershuffle.save, timm or transformers wrote; a "
         "checkpoint of timm's train.py is named by timm:ARCHITECTURE?checkpoint=FILE"
     )
+    if place.is_file():
+        cause = "A model is a directory, and this is a file"
+        hint = "name its directory; images come after the model: layershuffle predict MODEL IMAGE"
     if not place.exists():
         cause = "There is no such directory"
         hint = "check the path"
