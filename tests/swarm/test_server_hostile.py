@@ -7,6 +7,7 @@ import json
 import logging
 import random
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -27,8 +28,16 @@ from layershuffle.gateway.brain.limits import Limits
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.listening import listening
 from layershuffle.gateway.http.operator import add_operator
+from layershuffle.ground.errors import DataError
 from layershuffle.images import pixels
-from layershuffle.images.pixels import MAX_CHUNKS, count_markers, image_batch, without_metadata
+from layershuffle.images.pixels import (
+    MAX_CHUNKS,
+    MAX_EXIF,
+    count_markers,
+    image_batch,
+    image_size,
+    without_metadata,
+)
 from layershuffle.models import image_view
 from pictures import file_of
 from waiting import HANGS
@@ -134,6 +143,79 @@ def test_jpegs_whose_head_takes_long_to_walk_are_refused(head, cause):
     assert usual.status_code == 200
     assert refused.status_code == 422
     assert refused.json()["error"]["cause"] == cause
+
+
+def turned_by(count):
+    """EXIF data whose orientation is so many fractions; right is one whole number."""
+    head = b"MM\0*" + struct.pack(">I", 8)
+    return (
+        head
+        + struct.pack(">HHHIII", 1, ExifTags.Base.Orientation, 5, count, 26, 0)
+        + bytes(8 * count)
+    )
+
+
+def segment(kind, content):
+    """A segment of a JPEG."""
+    return bytes((0xFF, kind)) + struct.pack(">H", len(content) + 2) + content
+
+
+def exif_segments(exif):
+    """Segments of a JPEG with this EXIF data, of which Pillow makes one."""
+    pieces = [exif[start : start + 65_000] for start in range(0, len(exif), 65_000)]
+    return b"".join(segment(0xE1, b"Exif\0\0" + piece) for piece in pieces)
+
+
+MUCH = turned_by(MAX_EXIF // 8)
+JPEG = file_of(picture(), "JPEG")
+PNG = file_of(picture())
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        JPEG[:2] + exif_segments(MUCH) + JPEG[2:],
+        JPEG[:2] + b"\xff\xd9" + exif_segments(MUCH) + JPEG[2:],
+        JPEG[:20] + b"junk" + exif_segments(MUCH) + JPEG[20:],
+        JPEG[:2] + b"\xff\xf0\xff\xf0" + exif_segments(MUCH) + JPEG[2:],
+        PNG[:33] + png_chunk(b"eXIf", MUCH) + PNG[33:],
+        PNG[:-12] + png_chunk(b"eXIf", MUCH) + PNG[-12:],
+        file_of(picture(), "WEBP", exif=b"Exif\0\0" + MUCH),
+    ],
+    ids=["JPEG", "behind an end", "behind junk", "behind no segment", "PNG", "PNG, last", "WEBP"],
+)
+def test_images_with_much_exif_data_are_refused(file, monkeypatch):
+    """Pillow makes a number of every 8 bytes: 15 MB took 3 s, which nothing could interrupt for
+    0.2 s at a time."""
+    monkeypatch.setattr(Image.Exif, "load", lambda *_: pytest.fail("read"))
+
+    async def go(place):
+        return await place.classify(file)
+
+    response = run(go)
+    assert response.status_code == 422
+    cause = "The image has more than 262144 bytes of EXIF data"
+    assert response.json()["error"]["cause"] == cause
+    with pytest.raises(DataError, match="EXIF"):
+        image_size(file, most_pixels=10_000)
+
+
+def test_of_a_jpeg_stays_what_its_picture_needs():
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    plain = file_of(picture(size=(60, 40)), "JPEG", exif=exif)
+    xmp = segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>")
+    adobe = segment(0xEE, b"Adobe\0\x64\0\0\0\0\1")
+    kept = plain[:2] + xmp + adobe + plain[2:]
+    assert without_metadata(kept) == kept
+    resources = b"Photoshop 3.0\0" + b"8BIM\4\4\0\0\0\0\0\0" * 5000
+    dear = b"".join(segment(kind, resources) for kind in (0xE2, 0xED, 0xEF, 0xFE))
+    assert without_metadata(plain[:2] + dear + xmp + adobe + dear + plain[2:]) == kept
+    assert without_metadata(plain[:40]) == plain[:40]
+    view = image_view(MODEL)
+    taken = image_batch(plain[:2] + dear + plain[2:], view, most_pixels=10_000)
+    np.testing.assert_array_equal(taken, image_batch(plain, view, most_pixels=10_000))
+    assert image_size(plain, most_pixels=10_000) == (60, 40)  # as it is stored
 
 
 def grey(width, height):
