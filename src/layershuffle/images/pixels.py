@@ -223,11 +223,8 @@ _SCAN = 0xDA
 _FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive
 _END = 0xD9
 _APPLICATIONS = range(0xE0, 0xF0)
-_SHOWN = (
-    0xE0,
-    0xE1,
-    0xEE,
-)  # JFIF and Adobe say what the colours are, EXIF and XMP how it is turned
+# JFIF and Adobe say what the colours are, EXIF and XMP how it is turned.
+_SHOWN = (0xE0, 0xE1, 0xEE)
 _COMMENT = 0xFE
 _BARE = (0xC8, 0xD8, _END, *range(0xF0, 0xFE))  # behind these Pillow expects no content
 _EXIF = b"Exif\0\0"
