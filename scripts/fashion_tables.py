@@ -3,14 +3,15 @@
     python scripts/fashion_tables.py
 
 Reads docs/results/fashion-dinov2-320 and, for the rows of `anyorder` with 64 images a step,
-docs/results/fashion-anyorder-64 (all blocks drawn) and docs/results/fashion-ends. Writes into
-docs/results/tables. Afterwards scripts/tables.py renders the pages.
+docs/results/fashion-anyorder-64 (all blocks drawn) and docs/results/fashion-ends; for the rounds
+of LayerShuffle docs/results/fashion-dinov2. Writes into docs/results/tables. Afterwards scripts/tables.py renders the pages.
 """
 
 from __future__ import annotations
 
 import csv
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 
@@ -18,6 +19,7 @@ from layershuffle.ground.stats import t_interval
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 STUDY = RESULTS / "fashion-dinov2-320"
+PAPER = RESULTS / "fashion-dinov2"
 SHORT = RESULTS / "fashion-anyorder-64"
 ENDS = RESULTS / "fashion-ends"
 TABLES = RESULTS / "tables"
@@ -35,8 +37,8 @@ ENDS_ARMS = {
 }
 STOPS = ("0.8", "0.9", "0.95", "0.98", "0.99", "0.999", "")
 
-# (arm, mode, blocks kept, blocks side by side) -> seed -> top-1 of every order, in percent.
-Scores = dict[tuple[str, str, int, int], dict[str, list[float]]]
+# (arm, mode, blocks kept, blocks side by side, passes) -> seed -> top-1 of every order, in percent.
+Scores = dict[tuple[str, str, int, int, int], dict[str, list[float]]]
 # (arm, mode, threshold) -> (mean number of blocks, top-1 in percent) of every order.
 Stopped = dict[tuple[str, str, str], list[tuple[float, float]]]
 
@@ -55,19 +57,22 @@ def write_table(name: str, rows: list[dict[str, str]]) -> None:
         writer.writerows(rows)
 
 
-def scores_of(study: Path) -> Scores:
-    """All scores of a study."""
+def scores_of(*files: Path) -> Scores:
+    """All scores in the tables of a study."""
     scores: Scores = defaultdict(lambda: defaultdict(list))
-    for row in read_rows(study / "results.csv"):
-        side_by_side = int(row.get("parallel", 1))
-        key = (row["method"], row["mode"], int(row["kept"]), side_by_side)
+    for row in chain.from_iterable(map(read_rows, files)):
+        side_by_side = int(row.get("parallel") or 1)
+        passes = int(row.get("passes") or 1)
+        key = (row["method"], row["mode"], int(row["kept"]), side_by_side, passes)
         scores[key][row["seed"]].append(float(row["top1"]))
     return scores
 
 
-def cell(scores: Scores, arm: str, mode: str, kept: int = 12, side_by_side: int = 1) -> str:
+def cell(
+    scores: Scores, arm: str, mode: str, kept: int = 12, *, side_by_side: int = 1, passes: int = 1
+) -> str:
     """The mean over models, of several with half of its 95 % interval; empty without scores."""
-    of_seeds = scores[arm, mode, kept, side_by_side]
+    of_seeds = scores[arm, mode, kept, side_by_side, passes]
     if not of_seeds:
         return ""
     means = [mean(values) for values in of_seeds.values()]
@@ -82,7 +87,7 @@ def table_row(scores: Scores, arm: str) -> dict[str, str]:
     name, rate, paper = (ARMS | ENDS_ARMS)[arm]
     return {
         "method": name,
-        "models": str(len(scores[arm, "sequential", 12, 1])),
+        "models": str(len(scores[arm, "sequential", 12, 1, 1])),
         "rate": rate,
         "sequential": cell(scores, arm, "sequential"),
         "arbitrary": cell(scores, arm, "arbitrary"),
@@ -104,16 +109,47 @@ def stopped(sure: Stopped, arm: str, mode: str, stop: str) -> str:
 
 def write_scores() -> None:
     """The table of 320 images a step, and the rows of `anyorder` in that of 64."""
-    scores = scores_of(STUDY)
+    scores = scores_of(STUDY / "results.csv")
     write_table("fashion-dinov2-320.csv", [table_row(scores, arm) for arm in ARMS])
     table = read_rows(TABLES / "fashion-dinov2.csv")
-    ours = [table_row(scores_of(SHORT), "anyorder")]
-    ours += [table_row(scores_of(ENDS), arm) for arm in ENDS_ARMS]
+    ours = [table_row(scores_of(SHORT / "results.csv"), "anyorder")]
+    ours += [table_row(scores_of(ENDS / "results.csv"), arm) for arm in ENDS_ARMS]
     names = {row["method"] for row in ours}
     rows = [row for row in table if row["method"] not in names]
     for row in ours:
         rows.append({column: row.get(column, "") for column in table[0]})
     write_table("fashion-dinov2.csv", rows)
+
+
+def write_rounds() -> None:
+    """The table of blocks side by side, and of six blocks that run once or twice.
+
+    Of `anyorder` it has the models of which all of it was scored.
+    """
+    shuffled = scores_of(PAPER / "results.csv")
+    ours = scores_of(ENDS / "results.csv", ENDS / "rounds.csv")
+    arm = "anyorder-ends-1-1"
+    scored = ours[arm, "arbitrary", 12, 4, 1]
+    for of_seeds in ours.values():
+        for seed in of_seeds.keys() - scored.keys():
+            del of_seeds[seed]
+    rows = [rounds_row(shuffled, "layershuffle", "LayerShuffle")]
+    rows.append(rounds_row(ours, arm, "anyorder (ours)"))
+    write_table("fashion-dinov2-rounds.csv", rows)
+
+
+def rounds_row(scores: Scores, arm: str, name: str) -> dict[str, str]:
+    """The line of an arm in the table of rounds."""
+    return {
+        "method": name,
+        "models": str(len(scores[arm, "arbitrary", 12, 4, 1])),
+        "one": cell(scores, arm, "arbitrary"),
+        "two": cell(scores, arm, "arbitrary", side_by_side=2),
+        "three": cell(scores, arm, "arbitrary", side_by_side=3),
+        "four": cell(scores, arm, "arbitrary", side_by_side=4),
+        "six": cell(scores, arm, "arbitrary", 6),
+        "twice": cell(scores, arm, "arbitrary", 6, passes=2),
+    }
 
 
 def write_stops() -> None:
@@ -147,5 +183,6 @@ def print_merges() -> None:
 
 if __name__ == "__main__":
     write_scores()
+    write_rounds()
     write_stops()
     print_merges()
