@@ -4,7 +4,8 @@
 
 Reads docs/results/fashion-dinov2-320 and, for the rows of `anyorder` with 64 images a step,
 docs/results/fashion-anyorder-64 (all blocks drawn) and docs/results/fashion-ends; for the rounds
-of LayerShuffle docs/results/fashion-dinov2. Writes into docs/results/tables. Afterwards scripts/tables.py renders the pages.
+of LayerShuffle docs/results/fashion-dinov2. Writes into docs/results/tables. Afterwards
+scripts/tables.py renders the pages.
 """
 
 from __future__ import annotations
