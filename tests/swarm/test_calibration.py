@@ -468,6 +468,12 @@ def test_walked_is_what_the_calibration_lets_run():
     assert walked_cells(rounds, least=2) == (Cell(2, 3), Cell(3, 1, 2))
 
 
+def test_blocks_of_a_row_run_once_and_one_after_the_other_if_it_says_nothing_else():
+    numbers = dict.fromkeys(("top1", "low", "high", "orders_low", "orders_high"), 50.0)
+    assert CellAccuracy(**numbers, kept=3).cell == Cell(3, 1, 1)
+    assert CellAccuracy(**numbers, kept=3, passes=2, parallel=4).cell == Cell(3, 2, 4)
+
+
 @pytest.mark.parametrize("confidence", [0.6, 0.9])
 @pytest.mark.parametrize(("alive", "parallel"), [(2, 1), (3, 1), (3, 2), (5, 1), (5, 2)])
 def test_each_kind_of_answer_is_expected_to_be_as_right_as_it_is(confidence, alive, parallel):
