@@ -97,6 +97,31 @@ def test_a_beginning_with_its_last_blocks() -> None:
     assert order.beginning(2) == ls.ExecutionOrder.parse("0,2", depth=4)
 
 
+@pytest.mark.parametrize(
+    ("text", "fixed", "wanted"),
+    [
+        ("3,1", (1, 1), "0,3,1,5"),
+        ("3,1", (1, 2), "0,3,1,4,5"),
+        ("3,5", (2, 0), "0,1,3,5"),
+        ("3+1,2,2", (1, 1), "0,3+1,2,2,5"),
+        ("3,2@0,4@1", (2, 1), "0,1,3,2@2,4@3,5"),
+        ("3,0@0,5", (0, 0), "3+0,5"),
+    ],
+)
+def test_the_ends_run_before_and_after_an_order_of_the_others(
+    text: str, fixed: tuple[int, int], wanted: str
+) -> None:
+    order = ls.ExecutionOrder.parse(text, depth=6).within_ends(fixed)
+    assert str(order) == wanted
+    assert order.keeps_ends(fixed)
+
+
+@pytest.mark.parametrize("text", ["0,2", "2,5", "3,1"])
+def test_an_order_of_the_others_has_no_end(text: str) -> None:
+    with refuses(UsageError):
+        ls.ExecutionOrder.parse(text, depth=6).within_ends((2, 1))
+
+
 BROKEN: dict[str, Callable[[nn.Module], object]] = {
     "running": lambda model: ls.running(model, "3,0,2,1").__enter__(),
     "running per sample": lambda model: ls.running(
