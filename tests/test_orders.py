@@ -127,6 +127,8 @@ def test_order_of() -> None:
     order = ExecutionOrder((1, 0), 2)
     assert order_of(order, 2) is order
     assert order_of([1, 0], 2) == order
+    assert orders_of([1, 0], 2) == order
+    assert orders_of([[1, 0], "0,1", order], 2) == (order, ExecutionOrder.sequential(2), order)
 
 
 def _parse(text: str, **options: Any) -> Callable[[], ExecutionOrder]:
