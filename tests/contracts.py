@@ -272,7 +272,8 @@ def first_leaf(block: nn.Module) -> nn.Module:
 def check_checkpointing_changes_nothing(family: Family) -> None:
     """Neither the library's own, nor ours block by block, nor for an order per sample."""
     each = [ls.ExecutionOrder(blocks, DEPTH) for blocks in (PERMUTED, PRUNED, REPEATED)]
-    for order in (*ORDERS.values(), *VERSIONED.values(), each, [*SHORT[:2], ORDINARY]):
+    versioned = [VERSIONED["general"], VERSIONED["longer than the depth"]]
+    for order in (PRUNED, LONGER, *versioned, each, [*SHORT[:2], ORDINARY]):
         several = order if isinstance(order, list) else [order]
         is_exact = not any(getattr(own, "versions", None) for own in several)
         plain, other, ours = (family.wrapped().train() for _ in range(3))

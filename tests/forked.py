@@ -5,6 +5,7 @@ New Python processes would spend seven seconds each on importing torch and other
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -21,12 +22,15 @@ from layershuffle.study.worker import attempt, next_task, unfinished
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        "layershuffle.training",
+        "layershuffle.training.run",
         "layershuffle.scoring.evaluate_spec",
+        "layershuffle.merging.scoring",
+        "layershuffle.analysis.norms",
         "layershuffle.data.digits",
         "layershuffle.data.folder",
         # What a training imports late.
         "transformers.modeling_utils",
+        "matplotlib.backends.backend_svg",
         __name__,
     ]
 )
@@ -69,11 +73,13 @@ def studying(study: StudySettings, out: Path) -> BaseProcess:
 
 
 def _study(study: StudySettings, out: Path) -> None:
+    gc.freeze()  # see conftest.py
     watch = lambda states, seconds: None  # noqa: E731
     raise SystemExit(bool(run_study(study, out, watch=watch, make_team=ForkedTeam)))
 
 
 def _work(out: Path, tasks: Sequence[AnyTask]) -> None:
+    gc.freeze()
     with next_task(tasks, out) as task:
         if task is not None:
             with (out / STARTS).open("a") as starts:

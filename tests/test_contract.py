@@ -53,6 +53,27 @@ OF_THE_CONTAINER = (
     "parts_stay_out_of_the_backbone",
 )
 CONTAINERS = ("timm-vit", "timm-xcit", "hf-vit", "hf-siglip", "hf-timm-wrapper", "torchvision-vit")
+# The family whose code runs their blocks too: they differ in their tokens or in their head.
+AS_OTHERS = {
+    "timm-deit": "timm-vit",
+    "timm-deit-distilled": "timm-vit",
+    "timm-deit-distilled-training": "timm-vit",
+    "timm-deit3": "timm-vit",
+    "hf-deit-teacher": "hf-deit",
+}
+# What those before have to show of themselves: the output, its gradients, and an order per sample.
+OF_THE_OUTPUT = (
+    "order_matters",
+    "sequential_is_the_untouched_model",
+    "orders_equal_a_rebuilt_model",
+    "older_versions_equal_the_slow_path",
+    "checkpointing_changes_nothing",
+    "intermediate_features_follow_positions",
+    "per_sample_orders_equal_one_by_one",
+    "per_sample_orders_with_position_parts",
+    "an_exit_is_what_the_cut_orders_give",
+    "prediction_reads_every_output",
+)
 # What needs an interface of the libraries.
 OF_THE_LIBRARIES = (
     "checkpointing_changes_nothing",
@@ -86,6 +107,7 @@ LIBRARY_CASES = [
     for check in CHECKS
     for family in FAMILIES
     if check not in OF_THE_CONTAINER or family in CONTAINERS
+    if check in OF_THE_OUTPUT or family not in AS_OTHERS
 ]
 CHAIN_CASES = [
     (check, family) for check in CHAIN_CHECKS for family in CHAINS if applies(CHAINS[family], check)
@@ -102,8 +124,17 @@ def test_chains_of_blocks(check: str, family: str) -> None:
     CHECKS[check](CHAINS[family])
 
 
+def code_that_runs_blocks(family: Family) -> tuple[object, type]:
+    """The function in which the loop over the blocks stands, and the class of the blocks."""
+    model = family.plain()
+    owner = type(model.get_submodule(family.path.rpartition(".")[0]))
+    return getattr(owner, "forward_features", owner.forward), type(family.container(model)[0])
+
+
 def test_the_suite_is_whole() -> None:
-    assert {*OF_THE_CONTAINER, *OF_THE_LIBRARIES} <= CHECKS.keys()
+    assert {*OF_THE_CONTAINER, *OF_THE_LIBRARIES, *OF_THE_OUTPUT} <= CHECKS.keys()
+    for name, other in AS_OTHERS.items():
+        assert code_that_runs_blocks(FAMILIES[name]) == code_that_runs_blocks(FAMILIES[other])
     assert len(CHECKS) >= 25
     libraries = {family.library for family in FAMILIES.values()}
     assert libraries == {"timm", "transformers", "torchvision"}

@@ -2,9 +2,10 @@
 
 import errno
 import itertools
-import multiprocessing
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from layershuffle.ground.files import (
 )
 from layershuffle.models import name_classes, num_classes_of
 from refusals import refuses
+from waiting import HANGS
 
 
 def test_write_text_replaces_in_one_step(tmp_path):
@@ -160,24 +162,27 @@ def test_other_system_errors_pass(tmp_path):
         raise InterruptedError(errno.EINTR, "it is")
 
 
-def hold(directory, taken, release):
-    with locked(directory):
-        taken.set()
-        release.wait(30)
+HOLD = """
+import sys
+from pathlib import Path
+from layershuffle.ground.files import locked
+with locked(Path(sys.argv[1])):
+    print("taken", flush=True)
+    sys.stdin.read()
+"""
 
 
 def test_a_second_process_is_kept_out(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("layershuffle.ground.files._LOCK_SECONDS", 0.0)
-    spawn = multiprocessing.get_context("spawn")
-    taken, release = spawn.Event(), spawn.Event()
-    holder = spawn.Process(target=hold, args=(tmp_path, taken, release))
-    holder.start()
-    assert taken.wait(60)
-    with refuses(LayerShuffleError, tmp_path), locked(tmp_path):
-        pass
-    assert f"Another process is working in {tmp_path}; waiting up to" in caplog.text
-    release.set()
-    holder.join(30)
+    words = [sys.executable, "-c", HOLD, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, **pipes) as holder:
+        assert holder.stdout.readline() == b"taken\n"
+        with refuses(LayerShuffleError, tmp_path), locked(tmp_path):
+            pass
+        assert f"Another process is working in {tmp_path}; waiting up to" in caplog.text
+        holder.stdin.close()
+        assert holder.wait(HANGS) == 0
     with locked(tmp_path):  # the lock went with its process
         pass
 

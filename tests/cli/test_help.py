@@ -112,14 +112,18 @@ def processor_time(*words):
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.parametrize("command", ["", "fit", "reproduce", "swarm up"])
-def test_help_is_quick(command):
+def test_help_is_quick():
     """Less than half of the time that torch takes to be imported, beside it on any machine."""
-    ratios = []
-    while len(ratios) < 5 and min(ratios, default=1) >= 0.5:
-        seconds = processor_time("-m", "layershuffle", *command.split(), "--help")
-        ratios.append(seconds / processor_time("-c", "import torch"))
-    assert min(ratios) < 0.5, ratios
+    ratios = dict.fromkeys(("", "fit", "reproduce", "swarm up"), 1.0)
+    for _ in range(5):
+        torch = processor_time("-c", "import torch")
+        for command, least in ratios.items():
+            if least >= 0.5:
+                seconds = processor_time("-m", "layershuffle", *command.split(), "--help")
+                ratios[command] = min(least, seconds / torch)
+        if max(ratios.values()) < 0.5:
+            break
+    assert max(ratios.values()) < 0.5, ratios
 
 
 # What bash does at the tab key: it sets these variables and calls the registered function.

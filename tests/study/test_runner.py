@@ -159,7 +159,7 @@ def recipe(tmp_path_factory):
     return path
 
 
-def test_the_command_and_its_workers_end_together_and_go_on(recipe, tmp_path, capsys):
+def test_the_command_and_its_workers_end_together_and_go_on(recipe, tmp_path, capsys, monkeypatch):
     """kill -9 of the command ends its workers too; started again, it continues."""
     out = tmp_path / "out"
     words = [sys.executable, "-m", "layershuffle", "reproduce", str(recipe), "--out", str(out)]
@@ -170,6 +170,7 @@ def test_the_command_and_its_workers_end_together_and_go_on(recipe, tmp_path, ca
     command.kill()
     command.wait()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    monkeypatch.setitem(run_study.__kwdefaults__, "make_team", ForkedTeam)
     assert main(["reproduce", str(recipe), "--out", str(out)]) == 0
     done_here(read_plan(out), tmp_path / "here")
     assert results(out) == results(tmp_path / "here")

@@ -11,9 +11,9 @@ from dial_site import TOKEN, gateway, replayed, states
 
 from layershuffle.gateway.hosts.on_ray import hosts_on_ray
 from layershuffle.gateway.hosts.service import background
+from waiting import STARTS
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = pytest.mark.alone
 
 
 @pytest.fixture
@@ -21,10 +21,11 @@ def cluster():
     """The address of a cluster of two nodes."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
-    cluster.add_node(num_cpus=1)
+    # What only shows logs or asks for more nodes takes seconds to start.
+    lean = {"num_cpus": 1, "include_log_monitor": False}
+    head = {**lean, "include_dashboard": False, "no_monitor": True}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(**lean)
     yield cluster.address
     cluster.shutdown()
 
@@ -47,17 +48,17 @@ def test_a_host_on_every_node_that_ray_starts_again(cluster, tmp_path, monkeypat
     async def main():
         async with gateway() as site:
             async with background(hosts_on_ray(cluster, url=site.url, token=TOKEN, memory=10**8)):
-                await site.until(lambda: min(site.copies()) == 2, seconds=60)
+                await site.until(lambda: min(site.copies()) == 2, seconds=STARTS)
                 assert len(site.connected) == 2
                 workers = hosts_of(cluster)
                 assert len(workers) == 2
                 os.kill(workers[0], signal.SIGKILL)
-                await site.until(lambda: len(site.connected) == 1, seconds=60)
-                await site.until(lambda: min(site.copies()) == 2, seconds=60)
+                await site.until(lambda: len(site.connected) == 1, seconds=STARTS)
+                await site.until(lambda: min(site.copies()) == 2, seconds=STARTS)
                 assert hosts_of(cluster)[0] != workers[0]
                 start = states()
                 state, route = await site.walk(start, least=12)
                 assert state.tobytes() == (await replayed(start, route)).tobytes()
-            await site.until(lambda: len(site.connected) == 0, seconds=60)
+            await site.until(lambda: len(site.connected) == 0, seconds=STARTS)
 
     asyncio.run(main())

@@ -72,7 +72,7 @@ def test_one_graph_for_all_blocks_and_orders(drop_path, graphs):
         train(model.train(), range(DEPTH))
         assert compiler.graphs == graphs
         with torch.compiler.set_stance("fail_on_recompile"):
-            for order in (*orders(98), *ROUNDS):
+            for order in (*orders(30), *ROUNDS):
                 train(model, order)
         assert compiler.graphs == graphs
         pixels = torch.randn(4, 3, 16, 16)
@@ -80,7 +80,7 @@ def test_one_graph_for_all_blocks_and_orders(drop_path, graphs):
             model.eval()(pixels)
             before = compiler.graphs
             with torch.compiler.set_stance("fail_on_recompile"):
-                for order in (*orders(18, seed=1), *ROUNDS):
+                for order in (*orders(10, seed=1), *ROUNDS):
                     with ls.running(model, order):
                         model(pixels)
     assert compiler.graphs == before == 2 * graphs
