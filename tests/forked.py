@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -44,6 +45,8 @@ class ForkedTeam:
     `STARTS` in the study's directory has a line for every start of a task.
     """
 
+    context: BaseContext = SERVER
+
     def __init__(self, out: Path, tasks: Sequence[AnyTask], count: int | None) -> None:
         self._out, self._tasks = out, tasks
         self._processes: list[BaseProcess | None] = [None] * (count or TASKS)
@@ -56,7 +59,7 @@ class ForkedTeam:
         return any(self._processes)
 
     def _start(self) -> BaseProcess:
-        process = SERVER.Process(target=_work, args=(self._out, self._tasks))
+        process = self.context.Process(target=_work, args=(self._out, self._tasks))
         process.start()
         return process
 
@@ -67,6 +70,13 @@ class ForkedTeam:
             process.join()
 
 
+class TeamOfOwnForks(ForkedTeam):
+    """Of a process that is forked itself and has no threads: a server of its own would import all
+    again."""
+
+    context = multiprocessing.get_context("fork")
+
+
 def studying(study: StudySettings, out: Path) -> BaseProcess:
     """A process, not started yet, that runs a study with its tasks in forked processes."""
     return SERVER.Process(target=_study, args=(study, out))
@@ -75,7 +85,7 @@ def studying(study: StudySettings, out: Path) -> BaseProcess:
 def _study(study: StudySettings, out: Path) -> None:
     gc.freeze()  # see conftest.py
     watch = lambda states, seconds: None  # noqa: E731
-    raise SystemExit(bool(run_study(study, out, watch=watch, make_team=ForkedTeam)))
+    raise SystemExit(bool(run_study(study, out, watch=watch, make_team=TeamOfOwnForks)))
 
 
 def _work(out: Path, tasks: Sequence[AnyTask]) -> None:

@@ -1,4 +1,4 @@
-"""Figures on a dark page: every colour of theirs has one there that is seen on its ground."""
+"""Colours of figures: a style for every method, and on a dark page colours that are seen there."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from layershuffle.core.methods import PRESETS
 from layershuffle.ground.plotting import (
     GROUND,
     INK,
+    METHOD_STYLES,
     RULE,
     STYLES,
     dark_colours,
@@ -17,6 +19,11 @@ from layershuffle.ground.plotting import (
     new_figure,
     style_axes,
 )
+
+
+def test_every_method_has_a_style_of_its_own() -> None:
+    assert METHOD_STYLES.keys() == PRESETS.keys()
+    assert len(set(METHOD_STYLES.values())) == len(METHOD_STYLES)
 
 
 def luminance(colour: str) -> float:

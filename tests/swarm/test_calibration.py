@@ -91,9 +91,9 @@ def test_equal_to_a_slow_count(fixed):
     """Every cell and every late block, order by order, image by image; ends run in each."""
     model = digits_model(fixed)
     depth, (first, last) = depth_of(model), fixed
-    calibration = calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=10)
-    data = open_data(DATA, image_view(model), options=DataOptions(train=False, max_test=25))
-    items = [data.splits["test"].dataset[index] for index in range(25)]
+    calibration = calibrate(model, DATA, orders=3, images=10, seed=5, batch_size=4)
+    data = open_data(DATA, image_view(model), options=DataOptions(train=False, max_test=10))
+    items = [data.splits["test"].dataset[index] for index in range(10)]
     items = [(data.finish(pixels[None]), label) for pixels, label in items]
     policy = ls.Shuffled(fixed=fixed)
     draws = [policy.draw(depth, seed=5, step=index).blocks for index in range(3)]
@@ -125,7 +125,7 @@ def test_equal_to_a_slow_count(fixed):
     assert (calibration.split, calibration.orders, calibration.images, calibration.seed) == (
         "test",
         3,
-        25,
+        10,
         5,
     )
     assert calibration.classes[:2] == ("00", "01")
@@ -139,7 +139,7 @@ def test_equal_to_a_slow_count(fixed):
     low = max(0, centre - math.hypot(over_orders, over_images))
     assert calibration.queue[1].low == pytest.approx(low)
     # The logits of other batch sizes differ in the last bits, and so do the temperatures.
-    again = calibrate(model, DATA, orders=3, images=25, seed=5, batch_size=25)
+    again = calibrate(model, DATA, orders=3, images=10, seed=5, batch_size=10)
     assert again.temperatures == pytest.approx(calibration.temperatures, rel=1e-3)
     assert again.model_copy(update={"sureness": calibration.sureness}) == calibration
 

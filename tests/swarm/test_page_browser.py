@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from dial_site import BUSY
 from gateway_site import site
 from page_site import NARROW, WIDE, chromium, served, visit
 from PIL import Image
@@ -27,6 +28,7 @@ from layershuffle.gateway.http.start import local_hosts
 from layershuffle.ground.bundled import asset
 from layershuffle.page.app import demo_app
 from layershuffle.page.workbench import ORDINARY, OURS, open_workbench
+from waiting import STARTS
 
 FIRST = ",".join(map(str, reversed(HOSTED)))
 SEQUENTIAL = ",".join(map(str, HOSTED))
@@ -454,11 +456,11 @@ def gateway_address():
         # No room for the blocks of a host that dies.
         memory = 2 * model.weights[0].size
         async with (
-            running_service(model, token="a token", copies=1) as (coordinator, remote_model),
+            running_service(model, token="a token", copies=1, limits=BUSY) as (coordinator, remote),
             local_hosts(coordinator, 5, memory=memory),
         ):
-            assert await coordinator.ready(5, within=60) == []
-            gateway = Gateway(remote_model, coordinator, model="bundled:digits-onnx")
+            assert await coordinator.ready(5, within=STARTS) == []
+            gateway = Gateway(remote, coordinator, model="bundled:digits-onnx")
             app = create_app(gateway, page=True)
             add_operator(app, key=KEY)
             yield app

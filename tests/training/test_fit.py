@@ -24,6 +24,7 @@ import layershuffle as ls
 from forked import SERVER
 from layershuffle.data.digits import DigitPairs
 from layershuffle.ground.errors import Interrupted, TrainingError, UsageError
+from layershuffle.ground.extras import missing
 from layershuffle.ground.machine import processor
 from layershuffle.training import fit
 from layershuffle.training.history import COLUMNS, SCORES, add_row, begin_history, read_history
@@ -313,7 +314,8 @@ def test_killed_after_the_last_checkpoint_trains_no_further(tmp_path, monkeypatc
 # --- history --------------------------------------------------------------------------------------
 
 
-def test_every_fit_leaves_its_history_and_a_page_with_the_curves(tmp_path):
+def test_every_fit_leaves_its_history_and_a_page_with_the_curves(tmp_path, monkeypatch):
+    monkeypatch.setattr("layershuffle.training.history.missing", missing)  # see conftest.py
     events = []
     fit(settings(log_every=3, checkpoint_every=4), tmp_path, on_event=events.append)
     rows = read_history(tmp_path / "history.csv")
