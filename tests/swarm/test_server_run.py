@@ -440,6 +440,48 @@ def test_five_addresses_of_silent_connections_shut_nobody_out():
     asyncio.run(go())
 
 
+def test_bodies_that_do_not_come_hold_no_place_from_others():
+    """Five addresses fill all places with requests whose bodies are cut off, and open a new one for
+    each that is closed. Another address gets through, and one that has been silent the longest of
+    all keeps its connection, because nobody has fewer."""
+    limits = GatewayLimits(head_ms=600_000, client_connections=16, connections=64)
+    cut_off = b"POST / HTTP/1.1\r\nHost: gateway\r\nContent-Length: 9\r\n\r\nx"
+
+    async def reading(scope, receive, send):
+        if scope["type"] == "http":
+            while (await receive()).get("more_body"):
+                pass
+        await plain(scope, receive, send)
+
+    async def crowd(port, address):
+        while True:
+            with suppress(OSError):
+                async with connected(port, local_addr=(address, 0)) as (reader, writer):
+                    writer.write(cut_off)
+                    await closed(reader)
+
+    async def go():
+        async with listening(reading, limits=limits) as (listener, _):
+            port = listener.port
+            async with connected(port, local_addr=("127.0.0.201", 0)) as idle:
+                await until(lambda: listener.open)
+                crowding = []
+                for number in range(1, 6):
+                    for _ in range(16):
+                        work = crowd(port, f"127.0.4.{number}")
+                        crowding.append(asyncio.ensure_future(work))
+                await until(lambda: len(listener.open) == 64)
+                for _ in range(20):
+                    async with connected(port, local_addr=("127.0.0.200", 0)) as (reader, writer):
+                        assert await answered(reader, writer)
+                assert await answered(*idle)
+                for task in crowding:
+                    task.cancel()
+                await asyncio.gather(*crowding, return_exceptions=True)
+
+    asyncio.run(go())
+
+
 def test_a_request_whose_body_could_end_in_two_places_is_refused_and_its_connection_closed():
     asked = []
 

@@ -73,11 +73,11 @@ class GatewayLimits(Settings):
     """Most further requests, complete with their bodies, that may wait for their turn; clients of
     others are told to try later."""
     connections: Positive = 512
-    """Most open connections; a further one takes the place of the one that is silent the
-    longest."""
+    """Most open connections; a further one takes the place of one that is silent, of the client
+    that has the most."""
     head_ms: Milliseconds = 10_000.0
     """Longest time from the opening of a connection, and from every answer, to the next request's
-    complete head; also the longest time of a TLS handshake."""
+    complete head; also the longest time of a TLS handshake, and the longest pause in a body."""
 
     client_connections: Positive = 128
     """Most open connections of one client address."""

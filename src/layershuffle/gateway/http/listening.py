@@ -44,6 +44,7 @@ _BACKLOG = 128
 _LOOK = 0.25  # seconds between two looks at the connections
 _QUIET = 1.0  # seconds between two lines of the log on descriptors that are used up
 _PAUSE = 0.005  # seconds
+_PROXY = "a proxy"  # the name of all that are trusted
 _AT_ONCE = 16  # connections that are accepted before what others sent is read
 _AMBIGUOUS = json.dumps(
     {
@@ -157,9 +158,10 @@ class GatewaySocket(socket.socket):
 
     The number is bounded in total and for each client. A connection is silent while it waits for
     its client: until a whole request is there, and while an answer is not read. Where there are too
-    many, the one that has been silent the longest makes room for a new one, also where the process
-    has no file descriptor left. Connections count from their acceptance, so TLS handshakes do as
-    well. Those of `trusted` proxies count in the total alone.
+    many, a silent one makes room for a new one, also where the process has no file descriptor left:
+    of the client that has the most connections the one that has been silent the longest. No client
+    takes the place of one that has fewer. Connections count from their acceptance, so TLS
+    handshakes do as well. Those of `trusted` proxies count in the total alone.
 
     Raises `UsageError` for a proxy that is no address or network, and `LayerShuffleError` if it
     cannot listen on the address.
@@ -228,17 +230,24 @@ class GatewaySocket(socket.socket):
         self._accepted_at_once += 1
         connection, address = self._next()
         client = client_name(address[0])
-        crowded = self._connections[client] >= self._limits.client_connections
-        if crowded and self._is_trusted(client):
-            crowded = False
+        if self._is_trusted(client):
+            client = _PROXY
+        held = self._connections[client]
+        crowded = held >= self._limits.client_connections
         full = len(self.open) >= self._limits.connections
-        if (crowded or full) and not self._make_room(client if crowded else None):
+        if (crowded or full) and not self._make_room(client if crowded else None, least=held):
             connection.close()
             raise ConnectionAbortedError(f"{client} has too many connections")
         accepted = Accepted(connection, address=address[:2], client=client, closed=self._forget)
         self.open[accepted.address] = accepted
-        self._connections[client] += 1
+        self._count(client, 1)
         return accepted, address
+
+    def _count(self, client: str, change: int) -> None:
+        if client != _PROXY:
+            self._connections[client] += change
+            if not self._connections[client]:
+                del self._connections[client]
 
     def _next_turn(self) -> None:
         self._accepted_at_once = 0
@@ -253,9 +262,7 @@ class GatewaySocket(socket.socket):
         if self.open.get(accepted.address) is not accepted:
             return
         del self.open[accepted.address]
-        self._connections[accepted.client] -= 1
-        if not self._connections[accepted.client]:
-            del self._connections[accepted.client]
+        self._count(accepted.client, -1)
 
     def _next(self) -> tuple[socket.socket, Any]:
         """The next connection, also if this process has no file descriptor left for it.
@@ -275,7 +282,7 @@ class GatewaySocket(socket.socket):
         if now - self._last_complaint >= _QUIET:
             self._last_complaint = now
             _log.error("No file descriptor is left for connections: raise the limit (ulimit -n)")
-        if not self._make_room(None) and self._spare is None:
+        if not self._make_room(None, least=0) and self._spare is None:
             time.sleep(_PAUSE)  # this would be called again at once
         if self._spare is None:
             raise ConnectionAbortedError("no file descriptor is left")
@@ -283,17 +290,21 @@ class GatewaySocket(socket.socket):
         self._spare = None
         return super().accept()
 
-    def _make_room(self, client: str | None) -> bool:
-        """Cut the connection that has been silent the longest, of a client or of all.
+    def _make_room(self, client: str | None, *, least: int) -> bool:
+        """Cut the connection that has been silent the longest, of a client or, without one, of
+        whoever has the most, and at least so many.
 
-        Returns false if no connection is silent.
+        Returns false if none of them is silent.
         """
         longest: Accepted | None = None
+        most = (least, -math.inf)
         for accepted in self.open.values():
             if accepted.silence_start is None or client not in (None, accepted.client):
                 continue
-            if longest is None or accepted.silence_start < (longest.silence_start or 0.0):
+            rank = (self._connections[accepted.client], -accepted.silence_start)
+            if rank > most:
                 longest = accepted
+                most = rank
         if longest is None:
             return False
         longest.cut()
@@ -326,9 +337,21 @@ class GatewaySocket(socket.socket):
                 await send(message)
                 connection.silence_start = None
 
+            whole = False
+
+            async def receive_noted() -> Message:
+                nonlocal whole
+                if not whole:  # later nobody waits for more than its end
+                    connection.silence_start = asyncio.get_running_loop().time()
+                message = await receive()
+                if not message.get("more_body"):
+                    whole = True
+                    connection.silence_start = None
+                return message
+
             connection.silence_start = None
             try:
-                await app(scope, receive, send_noted)
+                await app(scope, receive_noted, send_noted)
             finally:
                 connection.silence_start = asyncio.get_running_loop().time()
 
