@@ -331,6 +331,19 @@ def test_the_command_serves_without_torch_and_ends_by_sigterm(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("package", ["layershuffle", "layershuffle_host"])
+def test_the_maker_of_the_runtime_is_told_nothing(package: str, tmp_path: Path) -> None:
+    """ONNX Runtime keeps in the user's cache what it sends, and a number of the machine."""
+    path = tmp_path / "model.onnx"
+    path.write_bytes(graph_with(IDENTITY))
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    environment.pop("XDG_CACHE_HOME", None)
+    code = f"import {package}, onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert list(tmp_path.rglob("*")) == [path]
+
+
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     token = tmp_path / "token"
     assert command(["ws://127.0.0.1:1", "--token-file", str(token)]) == 2
