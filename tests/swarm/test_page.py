@@ -208,6 +208,22 @@ def test_a_failure_of_the_page_gives_an_id_and_keeps_its_cause(workbench, monkey
     assert "/secret" not in answer.text
 
 
+def test_visitors_who_wait_for_the_models_are_told_of_the_end():
+    """By an answer: a request that is cancelled is a traceback in the log."""
+
+    async def ended():
+        loading = asyncio.get_running_loop().create_future()
+        wire = httpx.ASGITransport(demo_app(loading))
+        async with httpx.AsyncClient(transport=wire, base_url="http://127.0.0.1") as client:
+            asked = asyncio.ensure_future(client.get("/page/facts"))
+            loading.cancel()
+            return await asked
+
+    answer = asyncio.run(ended())
+    assert answer.status_code == 503
+    assert "ended" in answer.json()["error"]["cause"]
+
+
 def test_an_answer_has_classes_and_times(workbench):
     file = asset("digit-pair.png").read_bytes()
     answers = post(workbench, "/page/answer", "3,2,1,5,4", file).json()["answers"]

@@ -57,7 +57,12 @@ class PageCommand(Command):
 
         # In a thread: importing torch takes seconds, and the page need not wait for it.
         loading = asyncio.ensure_future(asyncio.to_thread(self._load))
-        async with listening(demo_app(loading), port=self.port) as (listener, serving):
+
+        def end() -> None:
+            loading.cancel()  # for the visitors who wait for the models
+
+        demo = listening(demo_app(loading), port=self.port, on_end=end)
+        async with demo as (listener, serving):
             self._announce(listener.url)
             await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_EXCEPTION)
             # Raise the error of the task that failed; else a page would wait forever for models.

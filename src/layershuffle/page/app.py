@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from layershuffle.gateway.http.admission import Admission, GatewayLimits
-from layershuffle.gateway.http.errors import answer_plainly
+from layershuffle.gateway.http.errors import HTTPError, answer_plainly
 from layershuffle.gateway.http.files import HEADERS, file_routes
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError
@@ -38,7 +39,14 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
 
     async def workbench() -> Workbench:
         # Shielded, because a visitor who leaves must not end the loading for all others.
-        return await asyncio.shield(loading)
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:  # Ctrl-C: else the log shows a traceback for each visitor
+            raise HTTPError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "The demo ended before its models were loaded",
+                hint="start layershuffle demo again, and load this page again",
+            ) from None
 
     async def send_facts(request: Request) -> Response:
         await admission.admit(request)
