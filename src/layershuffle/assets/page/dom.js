@@ -54,5 +54,5 @@ export async function ask(path, options = {}) {
   if (response.ok) return response;
   const body = await response.json().catch(() => ({}));
   const { cause = `The server answered ${response.status}`, hint = "" } = body.error ?? {};
-  throw Object.assign(new Error(hint ? `${cause}. ${hint}` : cause), { status: response.status });
+  throw Object.assign(new Error(hint ? `${cause}: ${hint}` : cause), { status: response.status });
 }
