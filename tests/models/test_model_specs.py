@@ -54,6 +54,8 @@ BAD_SPECS = {
     "timm:vit_tiny_patch16_224?pretrained=perhaps": "perhaps",
     "timm:vit_tiny_patch16_224?pretrained=false&colour=3": "colour",
     "timm:vit_tiny_patch16_224?pretrained=false&img_size=abc": "abc",
+    "timm:test_vit?pretrained=false&img_size=100": "img_size=96",
+    "timm:vit_tiny_patch16_224?pretrained=false&img_size=7": "img_size=16",
     "timm:vit_tiny_patch16_224?checkpoint_path=x.pth": "checkpoint_path",
     "timm:vit_tiny_patch16_224?pretrained_cfg_overlay=x": "pretrained_cfg_overlay",
     f"timm:vit_tiny_patch16_224?{TINY}&mean=abc": "mean",

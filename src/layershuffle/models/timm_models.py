@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import timm
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
+from timm.layers import PatchEmbed
 from timm.models import get_pretrained_cfg
 from torch import nn
 
@@ -132,6 +133,7 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
                 backbone = timm.create_model(name, **weights, **args)
         backbone.pretrained_cfg = {**backbone.pretrained_cfg, **view}
         image_view(backbone)  # raises for settings that fit no image
+        _check_patches(backbone)
     # timm names no classes of its weights, but recognises those of (a part of) ImageNet.
     subset = infer_imagenet_subset(backbone) if pretrained else None
     names = tuple(ImageNetInfo(subset).label_names()) if subset else None
@@ -148,6 +150,21 @@ def build(name: str, settings: Mapping[str, Any], *, seed: int) -> nn.Module:
             random=not pretrained and checkpoint is None,
         ),
     )
+
+
+def _check_patches(backbone: nn.Module) -> None:
+    """Raises `UsageError` for images that do not divide into patches: timm says it at a forward."""
+    patches = getattr(backbone, "patch_embed", None)
+    if not isinstance(patches, PatchEmbed) or patches.img_size is None:
+        return
+    size = patches.img_size
+    for side, part in zip(size, patches.patch_size, strict=True):
+        loose = patches.strict_img_size or patches.dynamic_img_pad  # then the rest is cut or filled
+        if side < part or (side % part and not loose):
+            raise UsageError(
+                f"Images of {size[0]} x {size[1]} do not divide into patches of {part}",
+                hint=f"choose a multiple, such as img_size={part * max(1, round(side / part))}",
+            )
 
 
 def _trained(name: str) -> tuple[str, str]:
