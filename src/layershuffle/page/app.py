@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -32,7 +32,9 @@ _SECONDS = 10.0  # that an answer may take
 _T = TypeVar("_T")
 
 
-def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = None) -> Starlette:
+def demo_app(
+    loading: asyncio.Future[Workbench], *, limits: GatewayLimits | None = None
+) -> Starlette:
     """The app of the page for the models of a workbench, which may not be loaded yet."""
     # Local, so that pages of other sites cannot keep the models busy.
     admission = Admission(limits or GatewayLimits(), clock=time.monotonic, local=True)
@@ -41,7 +43,10 @@ def demo_app(loading: Awaitable[Workbench], *, limits: GatewayLimits | None = No
         # Shielded, because a visitor who leaves must not end the loading for all others.
         try:
             return await asyncio.shield(loading)
-        except asyncio.CancelledError:  # Ctrl-C: else the log shows a traceback for each visitor
+        except asyncio.CancelledError:
+            if not loading.cancelled():
+                raise  # this visitor has left
+            # Ctrl-C: else the log shows a traceback for each visitor who waits.
             raise HTTPError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "The demo ended before its models were loaded",
