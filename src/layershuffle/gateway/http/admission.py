@@ -210,7 +210,7 @@ class Admission:
             self.keys.check(
                 request,
                 cause="The API key is missing or wrong",
-                hint="send it as Authorization: Bearer KEY",
+                hint="send it as Authorization: Bearer KEY, or in the form of a camera as api_key",
             )
             return
         host = _host_name(f"//{request.headers.get('host', '')}")
