@@ -196,8 +196,9 @@ def test_other_shells_get_a_script_too(shell, capsys):
 OTHERS = {
     "index.md": "--to --execute --inplace",  # of jupyter nbconvert
     "swarm.md": "--data-binary --ca --memory --name",  # of curl, and of layershuffle-host
-    "distributed.md": "--max-restarts --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint "
-    "--rdzv-id",  # of torchrun
+    # of sbatch and torchrun
+    "distributed.md": "--array --gpus --wrap "
+    "--max-restarts --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id",
     "performance.md": "--smoke",  # of benchmarks/
     "getting-started.md": "--index-url",  # of pip
     "deploy.md": "--detach --memory --now",  # of docker, layershuffle-host and systemctl

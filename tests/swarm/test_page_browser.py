@@ -367,11 +367,11 @@ def test_a_phone_shows_the_whole_order(browser, address):
 
 
 def test_an_error_stands_where_the_answers_would(tab):
-    body = '{"error": {"cause": "The models are busy", "hint": "Try again"}}'
+    body = '{"error": {"cause": "The models are busy", "hint": "try again"}}'
     tab.page.route("**/page/answer?*", lambda route: route.fulfill(status=503, body=body))
     tab.page.click("text=Next picture")
-    tab.page.wait_for_selector("#ours .foot:text('The models are busy. Try again')")
-    assert tab.text("#ordinary .foot") == "The models are busy. Try again"
+    tab.page.wait_for_selector("#ours .foot:text('The models are busy: try again')")
+    assert tab.text("#ordinary .foot") == "The models are busy: try again"
     assert tab.text("#ours .guess") == "\u2013"
     assert all("503" in error for error in tab.errors)  # the browser's own line
     tab.errors.clear()
