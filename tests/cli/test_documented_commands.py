@@ -45,10 +45,7 @@ def test_the_commands_of_the_page_on_commands_print_what_it_says(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """From top to bottom in one folder. Every line of the page is printed, up to its digits.
-
-    The analysis sees 200 images, because its digits do not count here.
-    """
+    """From top to bottom in one folder. Every line of the page is printed, up to its digits."""
     page = repository / "docs" / "commands.md"
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
@@ -63,8 +60,7 @@ def test_the_commands_of_the_page_on_commands_print_what_it_says(
         if "digits" in words and words[0] == "eval":  # of the files that `export` writes
             continue
         capsys.readouterr()
-        fewer = ["--max-images", "200"] if words[0] == "analyze" else []
-        assert main([*words, *fewer]) == 0, words
+        assert main(words) == 0, words
         shown = without_numbers(capsys.readouterr().out)
         ran.append(words[0])
         for line in promises[words[0]].splitlines():

@@ -211,11 +211,19 @@ def test_a_failure_of_the_page_gives_an_id_and_keeps_its_cause(workbench, monkey
 def test_visitors_who_wait_for_the_models_are_told_of_the_end():
     """By an answer: a request that is cancelled is a traceback in the log."""
 
+    class Loading(asyncio.Future):
+        def add_done_callback(self, *args, **options):
+            super().add_done_callback(*args, **options)
+            waited_for.set()
+
+    waited_for = asyncio.Event()
+
     async def ended():
-        loading = asyncio.get_running_loop().create_future()
+        loading = Loading()
         wire = httpx.ASGITransport(demo_app(loading))
         async with httpx.AsyncClient(transport=wire, base_url="http://127.0.0.1") as client:
             asked = asyncio.ensure_future(client.get("/page/facts"))
+            await waited_for.wait()
             loading.cancel()
             return await asked
 

@@ -128,7 +128,8 @@ def test_jpegs_of_many_scans_are_not_decoded():
         (b"\xff" * 9000, "The image cannot be read"),  # filling
         (b"\xff\xfe\0\2" + bytes(9000), "The image cannot be read"),  # no marker at all
         (b"\xff\xf0\x30\0" + bytes(0x2FFE), "The image cannot be read"),  # unknown to Pillow
-        (b"\xff\xd9" + b"\xff\xfe\0\2" * 3000, "The image cannot be read"),  # behind its end
+        # Behind its end.
+        (b"\xff\xd9" + b"\xff\xfe\0\2" * 3000, "The image has more than 2000 markers"),
     ],
 )
 def test_jpegs_whose_head_takes_long_to_walk_are_refused(head, cause):
@@ -216,6 +217,20 @@ def test_of_a_jpeg_stays_what_its_picture_needs():
     taken = image_batch(plain[:2] + dear + plain[2:], view, most_pixels=10_000)
     np.testing.assert_array_equal(taken, image_batch(plain, view, most_pixels=10_000))
     assert image_size(plain, most_pixels=10_000) == (60, 40)  # as it is stored
+
+
+def test_scans_behind_what_is_left_out_are_counted():
+    """A byte that fills up, and behind a comment the rest of a scan's marker: where nothing of the
+    comment is left, the two would be the marker."""
+    start = JPEG.index(b"\xff\xda")
+    scan = JPEG[start:-2]
+    hidden = b"\xff" + segment(0xFE, b"") + scan[1:]
+    file = JPEG[:start] + 40 * hidden + JPEG[start:]
+    assert count_markers(file)[0] == 1
+    assert count_markers(without_metadata(file))[0] == 1
+    both = JPEG[:2] + segment(0xFE, b"") + JPEG[2:start] + 40 * scan + JPEG[start:]
+    with pytest.raises(DataError, match="more than 32 scans"):
+        image_batch(both, image_view(MODEL), most_pixels=10_000)
 
 
 def grey(width, height):

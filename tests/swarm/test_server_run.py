@@ -440,6 +440,30 @@ def test_five_addresses_of_silent_connections_shut_nobody_out():
     asyncio.run(go())
 
 
+def test_many_hosts_of_one_address_join_where_strangers_hold_all_places():
+    """Each of eight addresses has one silent connection. The hosts of a ninth take their places,
+    one after the other, because hosts do not count among the connections of their address."""
+    limits = GatewayLimits(head_ms=600_000, client_connections=4, connections=8)
+
+    async def go():
+        async with listening(plain, limits=limits) as (listener, _), AsyncExitStack() as stack:
+            for number in range(1, 9):
+                way = connected(listener.port, local_addr=(f"127.0.4.{number}", 0))
+                await stack.enter_async_context(way)
+            await until(lambda: len(listener.open) == 8)
+            for count in range(1, 9):
+                way = connected(listener.port, local_addr=("127.0.0.200", 0))
+                _, writer = await stack.enter_async_context(way)
+                address = writer.get_extra_info("sockname")
+                await until(lambda address=address: address in listener.open)
+                listener.keep(address)
+                kept = [one for one in listener.open.values() if one.client is None]
+                assert len(kept) == count
+            assert len(listener.open) == 8
+
+    asyncio.run(go())
+
+
 def test_bodies_that_do_not_come_hold_no_place_from_others():
     """Five addresses fill all places with requests whose bodies are cut off, and open a new one for
     each that is closed. Another address gets through, and one that has been silent the longest of

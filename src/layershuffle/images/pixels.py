@@ -237,12 +237,15 @@ def image_batch(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np
     Raises `DataError` if it cannot be decoded, or if its sides, its pixels or the memory that it
     takes are beyond the bounds.
     """
-    scans, markers = count_markers(file)
-    for count, most, kind in ((scans, MAX_SCANS, "scans"), (markers, MAX_MARKERS, "markers")):
-        if count > most:
-            raise DataError(f"The image has more than {most} {kind}", hint=_PLAIN_HINT)
     with _faults_of_strangers(most_pixels):
-        image = _opened(file)
+        # Counted is what is decoded: what is left out may stand between the bytes of a marker.
+        content = without_metadata(file)
+        scans, markers = count_markers(content)
+        for count, most, kind in ((scans, MAX_SCANS, "scans"), (markers, MAX_MARKERS, "markers")):
+            if count > most:
+                raise DataError(f"The image has more than {most} {kind}", hint=_PLAIN_HINT)
+        image = _opened(content)
+        del content  # else it would stay in memory until the end
         _check_size(image, view, scans=scans, most_pixels=most_pixels)
         # Opening read the head alone; here the pixels are decoded.
         shown = upright(image)
@@ -261,13 +264,15 @@ def image_size(file: bytes, *, most_pixels: int) -> tuple[int, int]:
     Raises `DataError` if the head cannot be read.
     """
     with _faults_of_strangers(most_pixels):
-        return _opened(file).size
+        return _opened(without_metadata(file)).size
 
 
 def _opened(file: bytes) -> Image.Image:
-    """The image in the file of a stranger, of which the head is read. Raises `DataError` for more
-    EXIF data than `MAX_EXIF`, and `DECODE_ERRORS`."""
-    content = _BoundedFile(without_metadata(file))
+    """The image in the file of a stranger, without its metadata, of which the head is read.
+
+    Raises `DataError` for more EXIF data than `MAX_EXIF`, and `DECODE_ERRORS`.
+    """
+    content = _BoundedFile(file)
     image = Image.open(content, formats=FORMATS)
     content.left = None  # a decoder reads in large pieces, and the pixels are bounded
     _check_exif(len(image.info.get("exif", b"")))  # of a WebP
@@ -275,7 +280,7 @@ def _opened(file: bytes) -> Image.Image:
 
 
 def _check_exif(size: int) -> None:
-    """Raises `DataError` for so many bytes of EXIF data if they are too many."""
+    """Refuse EXIF data of more than `MAX_EXIF` bytes by a `DataError`."""
     if size > MAX_EXIF:
         raise DataError(
             f"The image has more than {MAX_EXIF} bytes of EXIF data",
@@ -375,8 +380,8 @@ def _converted_bytes(mode: str, channels: int) -> int:
 def without_metadata(file: bytes) -> bytes:
     """A JPEG or PNG without the parts that its pixels do not need; other files unchanged.
 
-    Raises `DataError` for more EXIF data than `MAX_EXIF`, and `ValueError` for a PNG with more than
-    `MAX_CHUNKS` chunks of any kind, or a JPEG with `MAX_MARKERS` before its first scan.
+    Raises `DataError` for more EXIF data than `MAX_EXIF` and for a JPEG with `MAX_MARKERS` before
+    its first scan, and `ValueError` for a PNG with more than `MAX_CHUNKS` chunks of any kind.
     """
     if file.startswith(_PNG):
         return _png_without_metadata(file)
@@ -386,7 +391,7 @@ def without_metadata(file: bytes) -> bytes:
 
 
 def _png_without_metadata(file: bytes) -> bytes:
-    """The same of a PNG.
+    """A PNG without the chunks that its pixels do not need.
 
     Pillow unpacks every compressed text and profile. It bounds the texts, but not the number of
     profiles: 1 MB of them took 4.8 s under its strictest limits.
@@ -413,7 +418,7 @@ def _png_without_metadata(file: bytes) -> bytes:
 
 
 def _jpeg_without_metadata(file: bytes) -> bytes:
-    """The same of a JPEG.
+    """A JPEG without the segments that its pixels do not need.
 
     Pillow goes over the resources of an editor in Python, 15 MB of them in 0.7 s, and puts the
     pieces of EXIF data together one by one.
@@ -434,12 +439,13 @@ def _jpeg_without_metadata(file: bytes) -> bytes:
             exif += end - place
             _check_exif(exif)
         if kind == _COMMENT or (kind in _APPLICATIONS and kind not in _SHOWN):
-            parts.append(file[start : marker.start()])
+            # Bytes that fill up would become the beginning of a marker with what follows.
+            parts.append(file[start : marker.start()].rstrip(b"\xff"))
         else:
             parts.append(file[start:end])
         start = end
     else:
-        raise ValueError("the image has too many markers")
+        raise DataError(f"The image has more than {MAX_MARKERS} markers", hint=_PLAIN_HINT)
     return b"".join([*parts, file[start:]])
 
 

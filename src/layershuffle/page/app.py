@@ -44,7 +44,8 @@ def demo_app(
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
-            if not loading.cancelled():
+            visitor = asyncio.current_task()
+            if not loading.cancelled() or (visitor is not None and visitor.cancelling()):
                 raise  # this visitor has left
             # Ctrl-C: else the log shows a traceback for each visitor who waits.
             raise HTTPError(

@@ -230,24 +230,20 @@ class GatewaySocket(socket.socket):
         self._accepted_at_once += 1
         connection, address = self._next()
         client = client_name(address[0])
-        if self._is_trusted(client):
+        proxied = self._is_trusted(client)
+        if proxied:
             client = _PROXY
         held = self._connections[client]
-        crowded = held >= self._limits.client_connections
+        crowded = held >= self._limits.client_connections and not proxied
         full = len(self.open) >= self._limits.connections
-        if (crowded or full) and not self._make_room(client if crowded else None, least=held):
+        least = 0 if proxied else held  # a proxy stands for many, who may have fewer
+        if (crowded or full) and not self._make_room(client if crowded else None, least=least):
             connection.close()
             raise ConnectionAbortedError(f"{client} has too many connections")
         accepted = Accepted(connection, address=address[:2], client=client, closed=self._forget)
         self.open[accepted.address] = accepted
-        self._count(client, 1)
+        self._connections[client] += 1
         return accepted, address
-
-    def _count(self, client: str, change: int) -> None:
-        if client != _PROXY:
-            self._connections[client] += change
-            if not self._connections[client]:
-                del self._connections[client]
 
     def _next_turn(self) -> None:
         self._accepted_at_once = 0
@@ -262,7 +258,16 @@ class GatewaySocket(socket.socket):
         if self.open.get(accepted.address) is not accepted:
             return
         del self.open[accepted.address]
-        self._count(accepted.client, -1)
+        self._count_less(accepted)
+
+    def _count_less(self, accepted: Accepted) -> None:
+        """Count a connection no longer among those of its client."""
+        if accepted.client is None:
+            return
+        self._connections[accepted.client] -= 1
+        if not self._connections[accepted.client]:
+            del self._connections[accepted.client]
+        accepted.client = None
 
     def _next(self) -> tuple[socket.socket, Any]:
         """The next connection, also if this process has no file descriptor left for it.
@@ -291,15 +296,17 @@ class GatewaySocket(socket.socket):
         return super().accept()
 
     def _make_room(self, client: str | None, *, least: int) -> bool:
-        """Cut the connection that has been silent the longest, of a client or, without one, of
-        whoever has the most, and at least so many.
+        """Cut the connection of a client that has been silent the longest.
 
-        Returns false if none of them is silent.
+        Without a `client` it is the one that has the most connections, if it has `least` or more.
+        Returns false if none of these is silent.
         """
         longest: Accepted | None = None
         most = (least, -math.inf)
         for accepted in self.open.values():
-            if accepted.silence_start is None or client not in (None, accepted.client):
+            if accepted.silence_start is None or accepted.client is None:
+                continue
+            if client not in (None, accepted.client):
                 continue
             rank = (self._connections[accepted.client], -accepted.silence_start)
             if rank > most:
@@ -367,17 +374,22 @@ class GatewaySocket(socket.socket):
                 connection.cut()
 
     def keep(self, address: Any) -> None:
-        """Let the connection of a host wait for any time, because it has time-outs of its own."""
+        """Let the connection of a host wait for any time, because it has time-outs of its own.
+
+        Many hosts may share an address, and each has shown the token, so it counts in the total
+        alone.
+        """
         if (connection := self.open.get(tuple(address[:2]))) is not None:
             connection.silence_start = None
+            self._count_less(connection)
 
 
 class Accepted(socket.socket):
     """An accepted connection of a client at an address.
 
     While it waits for its client to ask or to take an answer, `silence_start` is the time of the
-    event loop, in seconds, at which the wait began; otherwise it is `None`. `closed` is called once
-    the connection is closed.
+    event loop, in seconds, at which the wait began; otherwise it is `None`. `client` is `None` once
+    it counts among those of its client no longer. `closed` is called once the connection is closed.
     """
 
     def __init__(
@@ -390,7 +402,7 @@ class Accepted(socket.socket):
     ) -> None:
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
         self.address = address
-        self.client = client
+        self.client: str | None = client
         self.silence_start: float | None = asyncio.get_running_loop().time()
         self._when_closed = closed
 
