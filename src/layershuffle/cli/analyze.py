@@ -12,6 +12,7 @@ from layershuffle.cli.command import ComputingCommand, Inline
 from layershuffle.cli.words import ANALYSIS, MODEL
 from layershuffle.ground.errors import LayerShuffleError, UsageError, of_the_machine
 from layershuffle.ground.extras import require
+from layershuffle.ground.files import explained
 from layershuffle.ground.text import table
 
 
@@ -49,12 +50,9 @@ class AnalyzeCommand(ComputingCommand):
             self._answer(self.name, self.out)
             return 0
 
-        if self.out.is_file():  # before an hour of analyses that could not be written
-            raise UsageError(
-                "A file stands where a directory is needed",
-                place=self.out,
-                hint="give another --out",
-            )
+        # Before an hour of analyses that could not be written.
+        with explained(self.out, flag="--out"):
+            self.out.mkdir(parents=True, exist_ok=True)
 
         # Imported late, because it imports torch.
         from layershuffle.analysis.subject import DoesNotApply

@@ -40,19 +40,16 @@ def demo_app(
     admission = Admission(limits or GatewayLimits(), clock=time.monotonic, local=True)
 
     async def workbench() -> Workbench:
-        # Shielded, because a visitor who leaves must not end the loading for all others.
-        try:
-            return await asyncio.shield(loading)
-        except asyncio.CancelledError:
-            visitor = asyncio.current_task()
-            if not loading.cancelled() or (visitor is not None and visitor.cancelling()):
-                raise  # this visitor has left
-            # Ctrl-C: else the log shows a traceback for each visitor who waits.
+        # Waited for from outside: a visitor who leaves must not end the loading for all others, and
+        # the log would have a traceback for each who waits when Ctrl-C ends it.
+        await asyncio.wait([loading])
+        if loading.cancelled():
             raise HTTPError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "The demo ended before its models were loaded",
                 hint="start layershuffle demo again, and load this page again",
-            ) from None
+            )
+        return loading.result()
 
     async def send_facts(request: Request) -> Response:
         await admission.admit(request)
