@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ def test_the_options_of_a_method_are_settings_of_fit() -> None:
     )
     options: dict[str, Any] = {
         "orders_per_batch": 2, "sequential_every": 3, "exit_weight": 0.5,
-        "self_distillation": 0.2, "min_kept": 2,
+        "self_distillation": 0.2, "branch_scale": 0.5, "min_kept": 2,
         "max_parallel": 3, "fixed": (1, 0), "distinct": 2, "position": "encode", "kept": 4,
         "choose": "last",
     }  # fmt: skip
@@ -103,6 +104,8 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "in [0, 1)": ("layerdrop", {"block_drop": 1.0}),
     "exit_weight must be above 0": ("anyorder", {"exit_weight": 0.0}),
     "self_distillation must be above 0": ("anyorder", {"self_distillation": -0.3}),
+    "branch_scale must be a number above 0, got 0.0": ("anyorder", {"branch_scale": 0.0}),
+    "branch_scale must be a number above 0, got nan": ("anyorder", {"branch_scale": math.nan}),
     "orders_per_batch must be a whole number from 1, got 0": ("anyorder", {"orders_per_batch": 0}),
     "max_parallel must be a whole number from 1, got 2.5": ("anyorder", {"max_parallel": 2.5}),
     "one of none, encode, predict, got 'encoding'": ("anyorder", {"position": "encoding"}),
@@ -336,6 +339,7 @@ CHOICES: dict[str, list[Any]] = {
     "sequential_every": [None, 2, 4],
     "exit_weight": [None, 0.3],
     "self_distillation": [None, 0.3],
+    "branch_scale": [None, 0.1],
     "block_drop": [None, None, 0.4],
     "min_kept": [None, None, 1, 3],
     "max_parallel": [None, None, 1, 3],

@@ -36,6 +36,7 @@ EVERYTHING = {
     "layer_decay": 0.75,
     "freeze": ["patch_embed", "blocks.[0-1]"],
     "block_drop": 0.2,
+    "branch_scale": 0.5,
     "accumulate": 2,
     # Every epoch ends with a forward of five images, of which timm mixes four.
     "data": "digit-pairs?train=21&validation=32&test=8",
@@ -202,6 +203,17 @@ def test_sgd_takes_the_step_of_its_formula(tmp_path: Path) -> None:
     ended = weights(tmp_path / "run")
     for name, weight in expected.items():
         assert torch.allclose(ended[name], weight, atol=1e-6), name
+
+
+def test_a_run_begins_with_scaled_branches(tmp_path: Path) -> None:
+    run = settings(model=NO_DROPOUT, method="anyorder", branch_scale=0.5, steps=1, lr=1e-9)
+    fit(run, tmp_path / "run")
+    begun = ls.load(NO_DROPOUT, seed=5).state_dict()
+    for name, weight in weights(tmp_path / "run").items():
+        drawn = name.startswith(("blocks.1.", "blocks.2."))
+        is_last = ".attn.proj." in name or ".mlp.fc2." in name
+        factor = 0.5 if drawn and is_last else 1.0
+        torch.testing.assert_close(weight, begun[name] * factor, rtol=0, atol=1e-8)
 
 
 def test_drop_path_is_the_argument_of_timm(tmp_path: Path) -> None:

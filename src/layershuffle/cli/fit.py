@@ -30,7 +30,7 @@ GROUPS = {
     Group("Data", sort_key=2): ("classes", "resize", "holdout", "skip_corrupt", "data_changed"),
     Group("Method", sort_key=3): (
         "orders_per_batch", "sequential_every", "exit_weight", "self_distillation",
-        "block_drop", "min_kept", "max_parallel", "distinct", "fixed",
+        "branch_scale", "block_drop", "min_kept", "max_parallel", "distinct", "fixed",
     ),
     Group("Training", sort_key=4): ("steps", "schedule", "clip", "accumulate"),
     Group("Machine", sort_key=5): (

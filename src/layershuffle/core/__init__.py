@@ -5,8 +5,8 @@
    that order.
 3. `methods`, `losses`, `evaluation`: presets of training, the loss that trains them in any loop,
    and scores under many orders (`forwards` runs them).
-4. `position`, `tying`, `compiling`: what the paper and this project add to a model, and one graph
-   per block for all orders.
+4. `position`, `tying`, `branches`, `compiling`: what the paper and this project add to a model, how
+   much its blocks add to the state at first, and one graph per block for all orders.
 
 `checks/` holds everything that refuses, warns or tries; nothing of it changes what a model
 computes. `tensors`, `position_forms` and `torch_private` serve the files above.

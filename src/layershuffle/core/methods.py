@@ -98,6 +98,9 @@ class Method:
     self_distillation: float | None = None
     """Weight of a third loss: the answer after all blocks teaches the one after a random number of
     them, by the divergence of their probabilities (anyorder: 0.3; the others: no such loss)."""
+    branch_scale: float | None = None
+    """Factor for what each drawn block adds to the state, applied to the weights of `fit`'s model
+    before its first step (default: the weights stay as they are)."""
     block_drop: float | None = None
     """Probability with which a block is left out (layerdrop: 0.2; the others: none is left out)."""
     min_kept: int | None = None

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.utils.data import Subset
 
+from layershuffle.core.branches import scale_branches
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.methods import Method
 from layershuffle.core.orders import ExecutionOrder
@@ -191,6 +193,10 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     notes = _notes(data, settings, steps=steps, chooses=eval_every < steps)
     data = replace(data, notes=(*data.notes, *notes))
     model = method.prepare(backbone)
+    if method.branch_scale is not None:
+        view = image_view(backbone)
+        images = torch.zeros(1, view.channels, view.height, view.width)
+        scale_branches(model, images, factor=method.branch_scale)
     # Afterwards, because tied blocks share their weights only then.
     freeze(backbone, settings.freeze)
     eager = "compile is off" if settings.compile is False else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,9 @@ def check_options(
             f"Every order of {name} is the sequential one already, not only every {every}th",
             hint="leave sequential_every out, or take the method layershuffle",
         )
+    branch_scale = options["branch_scale"]
+    if branch_scale is not None and not 0 < branch_scale < math.inf:
+        raise UsageError(f"branch_scale must be a number above 0, got {branch_scale}")
     for option in ("exit_weight", "self_distillation"):
         weight = options[option]
         if weight is not None and not weight > 0:
