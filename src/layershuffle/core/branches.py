@@ -7,7 +7,9 @@ order. Networks without normalisation are started like that (SkipInit, arXiv 200
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.stack import blocks_of, depth_of, fixed_of, wrap
 from layershuffle.core.tensors import state_of
 from layershuffle.ground.errors import StackError
+
+_LayerCall = tuple[str, nn.Module, torch.Size]
+"""A layer that ran: its name in the block, itself, and the shape of its output."""
 
 
 @torch.no_grad()
@@ -38,13 +43,14 @@ def scale_branches(model: nn.Module, images: Tensor, *, factor: float) -> nn.Mod
     tried = copy.deepcopy(model).eval()
     drawn = drawn_blocks(depth_of(model), fixed_of(model))
     blocks = [blocks_of(tried)[place] for place in drawn]
-    names = {block: _last_layers(tried, block, images) for block in blocks}
+    names = _last_layers(tried, blocks, images)
     for block in blocks:
         for name in names[block]:
             for weight in block.get_submodule(name).parameters(recurse=False):
                 weight.zero_()
+    unchanged = _returning_their_state(tried, blocks, images)
     for block in blocks:
-        if not names[block] or not _returns_its_state(tried, block, images):
+        if not names[block] or block not in unchanged:
             raise StackError(
                 f"A block of {type(model).__name__} does not add to the state what the last "
                 f"linear layers of its branches return ({', '.join(names[block]) or 'none found'})",
@@ -60,50 +66,67 @@ def scale_branches(model: nn.Module, images: Tensor, *, factor: float) -> nn.Mod
     return model
 
 
-def _last_layers(model: nn.Module, block: nn.Module, images: Tensor) -> list[str]:
-    """The names in `block` of the linear layers that run last in its branches.
+def _last_layers(
+    model: nn.Module, blocks: Sequence[nn.Module], images: Tensor
+) -> dict[nn.Module, list[str]]:
+    """For each of `blocks` the names of the linear layers that run last in its branches."""
+    calls: dict[nn.Module, list[_LayerCall]] = {block: [] for block in blocks}
+    with ExitStack() as hooks:
+        for block in blocks:
+            for name, module in block.named_modules():
+                if _is_norm(module) or isinstance(module, nn.Linear | nn.MultiheadAttention):
+                    note = partial(_note_layer, calls=calls[block], name=name)
+                    hooks.callback(module.register_forward_hook(note).remove)
+        model(images)
+    return {block: _ends_of_branches(calls[block]) for block in blocks}
+
+
+def _note_layer(
+    module: nn.Module, _args: Any, output: Any, *, calls: list[_LayerCall], name: str
+) -> None:
+    """Add a call to those of its block: a forward hook, once the last two are given."""
+    calls.append((name, module, state_of(output).shape))
+
+
+def _ends_of_branches(calls: Sequence[_LayerCall]) -> list[str]:
+    """The names of the linear layers that run last in the branches of a block.
 
     A branch begins with a normalisation of the state, and ends before the next one.
     """
-    calls: list[tuple[str, torch.Size]] = []
-    with ExitStack() as hooks:
-        for name, module in block.named_modules():
-            is_norm = "Norm" in type(module).__name__
-            if is_norm or isinstance(module, nn.Linear | nn.MultiheadAttention):
-
-                def note(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
-                    calls.append((name, state_of(output).shape))
-
-                hooks.callback(module.register_forward_hook(note).remove)
-        model(images)
-    state_shape = calls[0][1] if calls else None  # of the normalisation that runs first
     last: list[str] = []
     candidate = None
-    for name, shape in calls:
-        if shape != state_shape:  # wider layers, and the norms of queries and keys
+    for name, module, shape in calls:
+        # Wider layers, and the norms of queries and keys; the first norm has the state's shape.
+        if shape != calls[0][2]:
             continue
-        if "Norm" not in type(block.get_submodule(name)).__name__:
-            candidate = name
+        if not _is_norm(module):
+            # torch's attention calls a function with the weights of its last layer.
+            is_attention = isinstance(module, nn.MultiheadAttention)
+            candidate = f"{name}.out_proj" if is_attention else name
         elif candidate is not None:
             last.append(candidate)
             candidate = None
     if candidate is not None:
         last.append(candidate)
-    # torch's attention calls a function with the weights of its last layer, not the layer itself.
-    return [
-        f"{name}.out_proj" if isinstance(block.get_submodule(name), nn.MultiheadAttention) else name
-        for name in last
-    ]
+    return last
 
 
-def _returns_its_state(model: nn.Module, block: nn.Module, images: Tensor) -> bool:
-    """Whether `block` returns the state that it gets in a forward of `images`."""
-    same: list[bool] = []
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__
 
-    def compare(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        same.append(torch.equal(state_of(output), args[0]))
 
-    hook = block.register_forward_hook(compare)
-    model(images)
-    hook.remove()
-    return same == [True]
+def _returning_their_state(
+    model: nn.Module, blocks: Sequence[nn.Module], images: Tensor
+) -> set[nn.Module]:
+    """Those of `blocks` that return the state that they get in a forward of `images`."""
+    unchanged: set[nn.Module] = set()
+
+    def compare(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.equal(state_of(output), args[0]):
+            unchanged.add(block)
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_hook(compare).remove)
+        model(images)
+    return unchanged
