@@ -26,8 +26,6 @@ from transformers.models.vit import modeling_vit
 
 import layershuffle as ls
 
-torch.set_num_threads(1)
-
 DEPTH, WIDTH, SIZE, PATCH, HEADS, CLASSES = 4, 32, 32, 8, 2, 5
 
 # A tiny model of digit pairs: what commands, runs and studies of the tests take.

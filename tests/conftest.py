@@ -19,6 +19,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 # Inductor would start compile processes, which import torch for 6 s and are not used.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# One thread in every process: results are compared bit for bit, and two test processes share two
+# cores. Set before torch is imported, which reads it once.
+os.environ["OMP_NUM_THREADS"] = "1"
 # An example takes as long as a busy machine needs.
 settings.register_profile("layershuffle", deadline=None)
 settings.load_profile("layershuffle")

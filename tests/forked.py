@@ -14,16 +14,11 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import torch
-
 from layershuffle.ground.errors import Interrupted
 from layershuffle.study.runner import run_study
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import AnyTask
 from layershuffle.study.worker import attempt, next_task, unfinished
-
-# One, as in `common`, which forks do not import: sums of two threads differ in the last digits.
-torch.set_num_threads(1)
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(

@@ -125,7 +125,6 @@ def work(rank, port, models, out, results):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    torch.set_num_threads(1)
     # As where matplotlib is missing: a page without its curves, which take 0.3 s to draw.
     sys.modules["layershuffle.training.history"].missing = lambda *names: names
     module = sys.modules["layershuffle.training.job"]

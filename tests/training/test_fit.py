@@ -78,7 +78,6 @@ def fit_until_killed(arm, out, *, kind, step):
             os.kill(os.getpid(), signal.SIGKILL)
 
     gc.freeze()  # see conftest.py
-    torch.set_num_threads(1)
     fit(settings(**arm), out, on_event=listen)
 
 
