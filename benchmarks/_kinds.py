@@ -175,7 +175,7 @@ def training_state(
 ) -> TrainState:
     """The state of a run on `workload` that writes nothing."""
     method = settings.build_method()
-    model = method.prepare(backbone_of(workload.model))
+    model = method.prepare(backbone_of(workload.model), workload.images[:1])
     if not isinstance(model, PositionedModel):
         model = PositionedModel(model)
     images = TensorDataset(workload.pixels, workload.labels)

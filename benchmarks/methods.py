@@ -69,7 +69,7 @@ def training_step(spec: str, *, batch: int, method: str, steps: int, **options: 
 def answer(spec: str, *, batch: int, method: str, distinct: int | None = None) -> Side:
     """Seconds of a forward of the whole batch, in a new order every time if the method shuffles."""
     workload, parts = make_workload(spec, batch_size=batch), Method(method, distinct=distinct)
-    model = parts.prepare(workload.model).eval()
+    model = parts.prepare(workload.model, workload.images[:1]).eval()
     policy = Shuffled(fixed=parts.fixed) if parts.selects_by == "arbitrary" else Sequential()
     steps = count()
 

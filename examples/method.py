@@ -12,9 +12,9 @@ prints this after three minutes on one core (top-1 accuracy in percent, on 100 c
 
                         in order  any order   9 kept   6 kept   3 kept
     trained as usual        86.4       14.4     11.5      7.0      3.2
-    shuffled, seed 0        90.3       89.1     86.0     80.5     64.9
-    shuffled, seed 1        88.3       87.7     85.0     79.0     63.1
-    these two, merged       87.7       85.4     82.0     75.4     58.3
+    shuffled, seed 0        90.0       88.7     85.8     80.9     66.0
+    shuffled, seed 1        89.6       88.2     85.4     79.9     65.1
+    these two, merged       86.1       84.7     81.1     75.3     59.5
 
 The package does this for every vision transformer, and much beside it. Of the package this file
 imports two things: the images, and the stream of random numbers from which orders are drawn.
@@ -58,6 +58,15 @@ def digits(split: str, number: int) -> tuple[Tensor, Tensor]:
     """Images of two handwritten digits, float32 [number, 1, 12, 20], and their classes, 0 to 99."""
     pairs = DigitPairs(split, number)
     return (pairs.canvases / LEVELS - 0.2) / 0.35, pairs.labels
+
+
+def begin(model: ViT) -> None:
+    """Let each drawn block add a tenth of what it did to the state: orders then differ little."""
+    with torch.no_grad():
+        for block in model.blocks[1:-1]:
+            for layer in (block.attn.proj, block.mlp.fc2):
+                layer.weight.mul_(0.1)
+                layer.bias.mul_(0.1)
 
 
 # --- orders ---------------------------------------------------------------------------------------
@@ -162,6 +171,7 @@ def learning_rate(step: int) -> float:
 def train(model: ViT, *, seed: int) -> Iterator[float]:
     """Refine `model` in place, and yield the loss of every step."""
     images, labels = digits("train", PAIRS["train"])
+    begin(model)
     optimizer = AdamW(model.parameters(), lr=4e-3, eps=1e-6, weight_decay=0.0, fused=True)
     schedule = LambdaLR(optimizer, learning_rate)
     model.train()

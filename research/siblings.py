@@ -69,7 +69,7 @@ class SharedParts:
 def trained(arm: str, seeds: Sequence[int], *, steps: int, own_rate: float) -> list[nn.Module]:
     """A model for each seed, all after so many steps of 64 pairs each."""
     images, labels = pairs("train")
-    methods = [ls.Method("anyorder", seed=seed) for seed in seeds]
+    methods = [ls.Method("anyorder", branch_scale=1, seed=seed) for seed in seeds]
     models = [method.prepare(ls.load("bundled:digits")).train() for method in methods]
     parts = SharedParts(models) if arm == "shared" else None
     if parts is None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
 import layershuffle as ls
-from common import DEPTH, FAMILIES, Family, assert_close, images
-from layershuffle.core.branches import scale_branches
+from common import CLASSES, DEPTH, FAMILIES, PATCH, SIZE, WIDTH, Family, assert_close, images
 from layershuffle.core.tensors import state_of
-
-OTHERS = ("timm-mixer", "timm-xcit")
-"""Their blocks mix tokens by a layer of another shape, or pass three branches."""
 
 
 def states_added(model: nn.Module) -> list[Tensor]:
@@ -33,11 +32,10 @@ def states_added(model: nn.Module) -> list[Tensor]:
 
 
 def scaled(family: Family, factor: float, **options: Any) -> nn.Module:
-    model = ls.Method("anyorder", **options).prepare(family.wrapped())
-    return scale_branches(model, images(), factor=factor)
+    return ls.Method("anyorder", branch_scale=factor, **options).prepare(family.wrapped(), images())
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in OTHERS])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_half_the_factor_adds_half(name: str) -> None:
     """Where blocks add little, the state is the same, and so is what their layers compute."""
     family = FAMILIES[name]
@@ -48,14 +46,21 @@ def test_half_the_factor_adds_half(name: str) -> None:
     assert torch.equal(first[0], states_added(family.wrapped())[0])
 
 
-def test_a_block_adds_the_factor_of_each_branch() -> None:
-    plain = FAMILIES["timm-vit"].wrapped()
-    block = ls.blocks_of(plain)[1]
-    state = torch.randn(2, 5, plain.embed_dim, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("inside", ["qk_norm", "scale_attn_inner"])
+def test_a_block_adds_the_factor_of_each_branch(inside: str) -> None:
+    """Also with norms inside the attention, whose other layers keep the shape of the state."""
+    torch.manual_seed(0)
+    plain = timm.models.eva.Eva(
+        img_size=SIZE, patch_size=PATCH, embed_dim=WIDTH, depth=DEPTH, num_heads=2,
+        num_classes=CLASSES, qkv_fused=False, **{inside: True},
+    ).eval()  # fmt: skip
+    block = copy.deepcopy(plain.blocks[1])
+    state = torch.randn(2, 5, WIDTH)
     with torch.no_grad():
         between = state + 0.1 * block.attn(block.norm1(state))
         wanted = between + 0.1 * block.mlp(block.norm2(between))
-        got = ls.blocks_of(scaled(FAMILIES["timm-vit"], 0.1))[1](state)
+        ls.Method("anyorder").prepare(plain, images())
+        got = ls.blocks_of(plain)[1](state)
     assert_close(got, wanted, tolerance=1e-6)
 
 
@@ -79,11 +84,47 @@ def test_tied_blocks_are_scaled_once() -> None:
         assert torch.equal(block.mlp.fc2.weight, chosen * 0.5)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_blocks_are_refused_and_stay(name: str) -> None:
-    model = FAMILIES[name].wrapped()
+class PostNorm(nn.Module):
+    """A block that normalises what its layer returns, so a smaller weight adds as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, state: Tensor) -> Tensor:
+        return state + self.norm(self.layer(state))
+
+
+def test_blocks_without_such_layers_are_refused_and_stay() -> None:
+    torch.manual_seed(0)
+    model = FAMILIES["timm-vit"].plain()
+    model.blocks = nn.Sequential(*(PostNorm() for _ in range(DEPTH)))
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(ls.StackError, match="without a branch scale"):
-        scale_branches(model, images(), factor=0.1)
+    with pytest.raises(ls.StackError, match="branch_scale=1"):
+        ls.Method("anyorder").prepare(model, images())
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
+    with pytest.raises(ls.UsageError, match="needs images"):
+        ls.Method("anyorder").loss(model, images(), torch.zeros(2, dtype=torch.long), step=0)
+
+
+def test_a_model_that_is_trained_again_keeps_its_weights(tmp_path: Path) -> None:
+    """Also as a copy, from a file, and when it was trained by another method for drawn orders."""
+    method = ls.Method("anyorder", branch_scale=0.5)
+    for first in (method, ls.Method("layershuffle")):
+        model = first.prepare(FAMILIES["timm-vit"].wrapped(), images())
+        ls.save(model, tmp_path / first.name)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        for again in (model, copy.deepcopy(model), ls.load(f"dir:{tmp_path / first.name}")):
+            after = method.prepare(again, images()).state_dict()
+            assert all(torch.equal(after[key], before[key]) for key in before)
+    ordinary = ls.Method("baseline").prepare(model)
+    with pytest.raises(ls.UsageError, match="needs images"):
+        method.prepare(ordinary)
+
+
+def test_the_model_that_ships_is_trained_on_as_it_is() -> None:
+    model = ls.load("bundled:digits-swarm")
+    before = ls.blocks_of(model)[5].mlp.fc2.weight.clone()
+    ls.Method("anyorder").prepare(model, torch.zeros(1, 1, 12, 20))
+    assert torch.equal(ls.blocks_of(model)[5].mlp.fc2.weight, before)

@@ -274,7 +274,7 @@ def over_classes(early: Tensor, final: Tensor) -> Tensor:
 def test_two_tensors_are_refused_until_one_is_named() -> None:
     model = wrapped(Two)
     x, labels = batch(8)
-    method = ls.Method("anyorder", fixed=(0, 0))
+    method = ls.Method("anyorder", fixed=(0, 0), branch_scale=1)
     with pytest.raises(UsageError, match=r"logits=lambda output: output\[0\]"):
         ls.evaluate(model, [(x, labels)], modes="sequential")
     with pytest.raises(UsageError, match=r"logits=lambda output: output\[0\]"):
@@ -298,7 +298,7 @@ def test_a_map_is_distilled_by_the_divergence_of_its_criterion() -> None:
     model = wrapped(Map)
     x, _ = batch(8)
     labels = torch.arange(24).reshape(8, 3) % CLASSES
-    method = ls.Method("anyorder", fixed=(0, 0))
+    method = ls.Method("anyorder", fixed=(0, 0), branch_scale=1)
 
     def read(output: Tensor) -> Tensor:
         return output
@@ -330,7 +330,7 @@ def test_several_labels_get_no_softmax() -> None:
     def divergence(early: Tensor, final: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(early, final.sigmoid())
 
-    method = ls.Method("anyorder", fixed=(0, 0))
+    method = ls.Method("anyorder", fixed=(0, 0), branch_scale=1)
     for _ in range(2):
         with pytest.raises(UsageError, match="several classes"):
             method.loss(model, x, labels, step=1)
@@ -397,7 +397,7 @@ def test_what_a_trial_notes_is_put_back() -> None:
     seen = []
     for tried_before in (False, True):
         model = wrapped(Noting).train()
-        method = ls.Method("anyorder", fixed=(0, 0))
+        method = ls.Method("anyorder", fixed=(0, 0), branch_scale=1)
         if tried_before:  # the verdict stands, so that there is no trial in the next step
             method.loss(model, x, labels, step=1)
         blocks = ls.blocks_of(model)
@@ -510,7 +510,7 @@ def test_reentrant_checkpointing_is_refused_where_its_gradient_would_be_wrong(
 ) -> None:
     x, labels = batch(8)
     for method in (
-        ls.Method("anyorder", fixed=(0, 0), max_parallel=rounds, seed=1),
+        ls.Method("anyorder", fixed=(0, 0), branch_scale=1, max_parallel=rounds, seed=1),
         ls.Method("layershuffle", max_parallel=rounds, orders_per_batch=4, seed=1),
     ):
         gradients = []
@@ -556,7 +556,7 @@ def test_a_cache_of_a_decoder_and_repeats_are_refused() -> None:
 
 @pytest.mark.parametrize("number", [3.0, 2.5, None, True, "3", torch.tensor(3.0)])
 def test_numbers_of_a_draw_are_integers(number: Any) -> None:
-    method = ls.Method("anyorder", fixed=(0, 0))
+    method = ls.Method("anyorder", fixed=(0, 0), branch_scale=1)
     with pytest.raises(UsageError, match="step must be an integer"):
         method.orders(6, step=number)
     for name in ("micro_batch", "rank"):
@@ -684,6 +684,6 @@ def test_an_empty_batch_has_logits_but_no_loss(caplog: pytest.LogCaptureFixture)
     for _, logits in ls.forward_many(model, inputs, ["1,0,2,3", "0,1,2,3"]):
         assert logits.shape == (0, CLASSES)
     assert not caplog.messages
-    for method in (ls.Method("layershuffle"), ls.Method("anyorder", fixed=(0, 0))):
+    for method in (ls.Method("layershuffle"), ls.Method("anyorder", fixed=(0, 0), branch_scale=1)):
         with pytest.raises(UsageError, match="no image"):
             method.loss(model, inputs, labels, step=0)

@@ -35,7 +35,7 @@ BATCHES = [(images(4, seed=seed), torch.arange(4) % CLASSES) for seed in range(2
 def with_ends(*fixed: int, seed: int = 0) -> nn.Module:
     """A pico model of four blocks, as a method with `fixed` prepares it."""
     model: nn.Module = redraw(VIT.wrapped(), seed=seed).eval()
-    ls.Method("anyorder", fixed=fixed or (1, 1)).prepare(model)
+    ls.Method("anyorder", branch_scale=1, fixed=fixed or (1, 1)).prepare(model)
     return model
 
 

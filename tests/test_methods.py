@@ -38,7 +38,7 @@ LABELS = torch.arange(BATCH) % CLASSES
     [
         ("anyorder", Shuffled(sequential_every=4, fixed=(1, 1)), "arbitrary",
          {"orders_per_batch": 4, "sequential_every": 4, "exit_weight": 0.3,
-          "self_distillation": 0.3, "fixed": (1, 1)}),
+          "self_distillation": 0.3, "branch_scale": 0.1, "fixed": (1, 1)}),
         ("baseline", Sequential(), "sequential", {}),
         ("layershuffle", Shuffled(), "arbitrary", {}),
         ("layershuffle-position", Shuffled(), "arbitrary", {"position": "encode"}),
@@ -53,6 +53,7 @@ def test_presets(name: str, policy: OrderPolicy, selects_by: str, more: dict[str
     assert method.selects_by == selects_by
     plain = dict.fromkeys(METHOD_OPTIONS) | {
         "orders_per_batch": 1,
+        "branch_scale": 1,
         "position": "none",
         "fixed": (0, 0),
     }
@@ -105,6 +106,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "exit_weight must be above 0": ("anyorder", {"exit_weight": 0.0}),
     "self_distillation must be above 0": ("anyorder", {"self_distillation": -0.3}),
     "branch_scale must be a number above 0, got 0.0": ("anyorder", {"branch_scale": 0.0}),
+    "is a start for drawn orders": ("layerdrop", {"branch_scale": 0.1}),
     "branch_scale must be a number above 0, got nan": ("anyorder", {"branch_scale": math.nan}),
     "orders_per_batch must be a whole number from 1, got 0": ("anyorder", {"orders_per_batch": 0}),
     "max_parallel must be a whole number from 1, got 2.5": ("anyorder", {"max_parallel": 2.5}),
@@ -241,7 +243,7 @@ METHODS = [
 
 def both_losses(method: Method, **options: Any) -> tuple[tuple[float, Any], tuple[float, Any]]:
     """Value and gradients of the method's loss and of the slow one, in one model."""
-    model = method.prepare(FAMILY.wrapped())
+    model = method.prepare(FAMILY.wrapped(), images(1))
     results = []
     for loss in (
         method.loss(model, images(BATCH), LABELS, step=3, **options),
@@ -273,7 +275,7 @@ def test_the_criterion_is_the_users() -> None:
 
 def test_logits_come_with_the_loss_in_the_order_of_the_images() -> None:
     method = Method("anyorder", seed=2)
-    model = method.prepare(FAMILY.wrapped())
+    model = method.prepare(FAMILY.wrapped(), images(1))
     orders = method.orders(DEPTH, step=5)
     loss, logits = method.loss_and_logits(model, images(BATCH), LABELS, orders=orders, step=5)
     assert loss.item() == method.loss(model, images(BATCH), LABELS, step=5).item()
@@ -301,7 +303,7 @@ def test_a_model_without_orders_per_sample_trains_group_by_group(
     is_mixed = method.orders_per_batch > 1 or method.exit_weight is not None
     assert caplog.text.count("one after the other") == is_mixed
     assert ("mixes the samples" in caplog.text) is is_mixed
-    model = method.prepare(FAMILY.wrapped())
+    model = method.prepare(FAMILY.wrapped(), images(1))
     method.loss(model, images(BATCH), LABELS, step=0)
     caplog.clear()
     method.loss(model, images(BATCH), LABELS, step=1)
@@ -313,7 +315,7 @@ def test_a_model_without_the_parts_of_a_method_is_refused() -> None:
         method, model = Method("layershuffle", **options), FAMILY.wrapped()
         with pytest.raises(UsageError) as caught:
             method.loss(model, images(BATCH), LABELS, step=0)
-        assert "method.prepare(model)" in str(caught.value)
+        assert "method.prepare(model, images)" in str(caught.value)
         method.loss(method.prepare(model), images(BATCH), LABELS, step=0)
     with pytest.raises(UsageError) as caught:
         Method("truncated", kept=2).prepare(FAMILY.wrapped())
@@ -339,7 +341,7 @@ CHOICES: dict[str, list[Any]] = {
     "sequential_every": [None, 2, 4],
     "exit_weight": [None, 0.3],
     "self_distillation": [None, 0.3],
-    "branch_scale": [None, 0.1],
+    "branch_scale": [None, None, 0.1, 1],
     "block_drop": [None, None, 0.4],
     "min_kept": [None, None, 1, 3],
     "max_parallel": [None, None, 1, 3],
@@ -380,6 +382,7 @@ def excluded(name: str, given: dict[str, Any]) -> bool:
         or (kept is not None and ends >= kept)
         or (options["min_kept"] is not None and ends > options["min_kept"])
         or (not shuffled and plain and options["sequential_every"] is not None)
+        or (not shuffled and options["branch_scale"] not in (None, 1))
     )
 
 
@@ -397,11 +400,11 @@ def test_two_hundred_combinations_train_or_say_why_not() -> None:
         model = FAMILY.wrapped()
         if (method.distinct or 0) + sum(method.fixed) > DEPTH:
             with pytest.raises(UsageError):
-                method.prepare(model)
+                method.prepare(model, images(1))
             continue
         if method.blocks is not None and method.kept != DEPTH:
             model = shortened(model, method.blocks)
-        model = method.prepare(model).train()
+        model = method.prepare(model, images(1)).train()
         before = [parameter.detach().clone() for parameter in model.parameters()]
         optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(3):
@@ -448,7 +451,7 @@ def test_ends_train_as_in_a_loop_by_hand(fixed: tuple[int, int]) -> None:
     """Against bare blocks: the ends stay, the others are drawn, an exit passes through the last."""
     first, last = fixed
     depth, groups = 6, 4
-    method = Method("anyorder", fixed=fixed, seed=5)
+    method = Method("anyorder", fixed=fixed, branch_scale=1, seed=5)
     model, bare = method.prepare(bare_model(depth)), bare_model(depth)
     x = images(BATCH)
     for step in range(3):
@@ -508,17 +511,17 @@ def test_an_exit_passes_through_the_last_blocks() -> None:
 
 def test_the_ends_of_a_tied_model_are_their_own() -> None:
     method = Method("anyorder", distinct=1)
-    model = method.prepare(FAMILY.wrapped())
+    model = method.prepare(FAMILY.wrapped(), images(1))
     assert places_tied(blocks_of(model)) == (0, 1, 1, 3)
     method.loss(model, images(BATCH), LABELS, step=0)
 
 
 def test_a_model_with_other_ends_is_refused() -> None:
-    model = Method("anyorder").prepare(FAMILY.wrapped())
+    model = Method("anyorder").prepare(FAMILY.wrapped(), images(1))
     method = Method("layershuffle")
     with pytest.raises(UsageError) as caught:
         method.loss(model, images(BATCH), LABELS, step=0)
-    assert "method.prepare(model)" in str(caught.value)
+    assert "method.prepare(model, images)" in str(caught.value)
     method.loss(method.prepare(model), images(BATCH), LABELS, step=0)
     with pytest.raises(UsageError):
         Method("anyorder", fixed=(2, 2)).prepare(model)

@@ -56,8 +56,8 @@ class Entry:
 ENTRIES = {
     "layershuffle": Entry({}),
     "four-orders": Entry({"orders_per_batch": 4}),
-    "anyorder-ends-0-0": Entry({"fixed": (0, 0)}, name="anyorder"),
-    "anyorder": Entry({}, name="anyorder"),
+    "anyorder-ends-0-0": Entry({"fixed": (0, 0), "branch_scale": 1}, name="anyorder"),
+    "anyorder": Entry({"branch_scale": 1}, name="anyorder"),
 }
 
 
@@ -87,7 +87,7 @@ def trained(entry: Entry, *, steps: int, seed: int) -> nn.Module:
     """The pretrained model after so many steps of the entry."""
     images, labels = pairs("train")
     method = entry.method(seed)
-    model = method.prepare(ls.load("bundled:digits"))
+    model = method.prepare(ls.load("bundled:digits"), images[:1])
     optimizer = AdamW(model.parameters(), lr=entry.rate, eps=1e-6, weight_decay=0.0)
     schedule = LambdaLR(optimizer, partial(rate_share, steps=steps))
     model.train()

@@ -1,5 +1,4 @@
 from ._version import __version__ as __version__
-from .core.branches import scale_branches as scale_branches
 from .core.evaluation import evaluate as evaluate
 from .core.forwards import forward_many as forward_many
 from .core.methods import Method as Method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import signal
@@ -92,15 +93,20 @@ def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, 4, parallel=3) as (site, _):
             routes: list[tuple[State, State, Route]] = []
+            failed = 0
 
             async def client(number: int) -> None:
-                for turn in range(38):
-                    start = states(seed=100 * number + turn)
+                nonlocal failed
+                turn = 0
+                while turn < 38 or not failed:  # a fast machine is done before the first fault
+                    start = states(seed=1000 * number + turn)
                     state, route = await site.walk(start, least=12)
                     routes.append((start, state, route))
+                    failed += sum(hop.outcome != "answered" for hop in route.hops)
+                    turn += 1
 
             async def breaker() -> None:
-                for turn in range(100):
+                for turn in itertools.count():
                     await asyncio.sleep(0.2)
                     name = f"host-{1 + turn % 4}"
                     if is_up(site, name):  # on a busy machine it takes longer to be back
@@ -109,12 +115,10 @@ def test_hosts_that_vanish_lose_no_request(tmp_path: Path) -> None:
             breaking = asyncio.create_task(breaker())
             await asyncio.gather(*map(client, range(8)))
             breaking.cancel()
-            assert len(routes) == 304
+            assert len(routes) >= 304
             assert [
                 (route.ending, route.ms, route.skipped) for *_, route in routes if route.kept < 12
             ] == []
-            failed = sum(hop.outcome != "answered" for *_, r in routes for hop in r.hops)
-            assert failed > 0, "no fault hit a request"
             for start, state, route in routes:
                 assert state.tobytes() == (await replayed(start, route)).tobytes()
 
@@ -419,6 +423,7 @@ def test_a_killed_host_stays_away_without_a_warning(
 
 PARENT = """
 import asyncio
+import itertools
 from layershuffle.gateway.hosts.children import Children
 from layershuffle.gateway.brain.limits import Limits
 children = Children(("a",), url="ws://127.0.0.1:1", token="t", memory=1, limits=Limits())

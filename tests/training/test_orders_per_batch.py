@@ -71,8 +71,9 @@ def test_groups_train_the_mean_over_groups_alone(tmp_path, name):
 def by_hand(run):
     method = run.build_method()
     host = ls.load(run.model, seed=run.seed)
-    data = open_data(run.data, image_view(host), options=DataOptions(seed=run.seed))
-    model = method.prepare(host).train()
+    view = image_view(host)
+    data = open_data(run.data, view, options=DataOptions(seed=run.seed))
+    model = method.prepare(host, torch.zeros(1, view.channels, view.height, view.width)).train()
     train = data.splits["train"].dataset
     rows = epoch_rows(len(train), seed=run.seed, epoch=0)
     adam = torch.optim.Adam(model.parameters(), lr=run.lr, eps=1e-6)

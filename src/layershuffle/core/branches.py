@@ -1,4 +1,4 @@
-"""Residual branches, and how much they add to the state when a training begins.
+"""How much the drawn blocks add to the state when a training begins.
 
 Blocks that add little nearly commute: the state that reaches a block is about the same in every
 order. Networks without normalisation are started like that (SkipInit, arXiv 2002.10444).
@@ -7,126 +7,104 @@ order. Networks without normalisation are started like that (SkipInit, arXiv 200
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from layershuffle.core.policies import drawn_blocks
-from layershuffle.core.stack import blocks_of, depth_of, fixed_of, wrap
-from layershuffle.core.tensors import state_of
+from layershuffle.core.runs import in_eval
+from layershuffle.core.stack import blocks_of, depth_of, fixed_of
+from layershuffle.core.tensors import map_tensors, state_of
 from layershuffle.ground.errors import StackError
-
-_LayerCall = tuple[str, nn.Module, torch.Size]
-"""A layer that ran: its name in the block, itself, and the shape of its output."""
 
 
 @torch.no_grad()
-def scale_branches(model: nn.Module, images: Tensor, *, factor: float) -> nn.Module:
-    """Multiply what the drawn blocks of `model` add to the state by `factor`, in place.
+def scale_branches(model: nn.Module, images: Tensor, *, factor: float) -> None:
+    """Multiply what the drawn blocks of a wrapped model add to the state by `factor`, in place.
 
-    Call it once, before the first step. A block adds what the last linear layers of its attention
-    and of its MLP return, so their weights and biases are multiplied. Blocks that keep their place
-    stay as they are. Returns the model, wrapped.
+    A pre-norm block adds what the last layers of its attention and of its MLP return, so their
+    weights and biases are multiplied.
 
-    `images` `[n, channels, height, width]` run through a copy, which shows which layers these are;
-    the values do not matter. Raises `StackError`, and leaves the model as it is, if a block does
-    not return its state unchanged once those layers return zero.
-
-        model = ls.Method("anyorder").prepare(timm.create_model("vit_small_patch16_224"))
-        ls.scale_branches(model, torch.zeros(1, 3, 224, 224), factor=0.1)
+    `images` `[n, channels, height, width]` run once, to see what a block is called with; their
+    values do not matter. Raises `StackError`, and leaves the weights as they are, if what a block
+    adds is not proportional to such layers.
     """
-    model = wrap(model)
-    tried = copy.deepcopy(model).eval()
     drawn = drawn_blocks(depth_of(model), fixed_of(model))
-    blocks = [blocks_of(tried)[place] for place in drawn]
-    names = _last_layers(tried, blocks, images)
-    for block in blocks:
-        for name in names[block]:
-            for weight in block.get_submodule(name).parameters(recurse=False):
-                weight.zero_()
-    unchanged = _returning_their_state(tried, blocks, images)
-    for block in blocks:
-        if not names[block] or block not in unchanged:
-            raise StackError(
-                f"A block of {type(model).__name__} does not add to the state what the last "
-                f"linear layers of its branches return ({', '.join(names[block]) or 'none found'})",
-                hint="train without a branch scale",
-            )
+    blocks = [blocks_of(model)[place] for place in drawn]
+    args, kwargs = _call_of(blocks[0], model, images)
+    names = _last_layers(blocks[0], args, kwargs)
     weights: dict[int, nn.Parameter] = {}  # blocks that are tied share theirs
-    for place, block in zip(drawn, blocks, strict=True):
-        for name in names[block]:
-            layer = blocks_of(model)[place].get_submodule(name)
+    for block in blocks:
+        for name in names:
+            layer = block.get_submodule(name)
             weights |= {id(weight): weight for weight in layer.parameters(recurse=False)}
     for weight in weights.values():
         weight.mul_(factor)
-    return model
 
 
-def _last_layers(
-    model: nn.Module, blocks: Sequence[nn.Module], images: Tensor
-) -> dict[nn.Module, list[str]]:
-    """For each of `blocks` the names of the linear layers that run last in its branches."""
-    calls: dict[nn.Module, list[_LayerCall]] = {block: [] for block in blocks}
-    with ExitStack() as hooks:
-        for block in blocks:
-            for name, module in block.named_modules():
-                if _is_norm(module) or isinstance(module, nn.Linear | nn.MultiheadAttention):
-                    note = partial(_note_layer, calls=calls[block], name=name)
-                    hooks.callback(module.register_forward_hook(note).remove)
-        model(images)
-    return {block: _ends_of_branches(calls[block]) for block in blocks}
+def _call_of(
+    block: nn.Module, model: nn.Module, images: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that `block` gets in a forward of `images`, on the CPU and in float64."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+
+    first = next(model.parameters())
+    with block.register_forward_pre_hook(note, with_kwargs=True), in_eval(model):
+        model(images.to(first.device, first.dtype))
+    args, kwargs = map_tensors(calls[0], _on_cpu)
+    return args, kwargs
 
 
-def _note_layer(
-    module: nn.Module, _args: Any, output: Any, *, calls: list[_LayerCall], name: str
-) -> None:
-    """Add a call to those of its block: a forward hook, once the last two are given."""
-    calls.append((name, module, state_of(output).shape))
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """`tensor` on the CPU; numbers in float64, which the GPU of a Mac does not have."""
+    return tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu()
 
 
-def _ends_of_branches(calls: Sequence[_LayerCall]) -> list[str]:
-    """The names of the linear layers that run last in the branches of a block.
+def _last_layers(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The names of the layers of `block` that are the last ones of its branches.
 
-    A branch begins with a normalisation of the state, and ends before the next one.
+    With the weights of all layers at zero a block has to return its state. A layer is a last one if
+    it adds something alone, while the last ones that were found before it are at zero; then what it
+    adds has to be proportional to its weights. Raises `StackError` for other blocks.
     """
+    # In float64, because branches may add very little (LayerScale).
+    tried = copy.deepcopy(block).cpu().double().eval()
+    layers: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
+    for name, module in tried.named_modules():
+        weights = list(module.parameters(recurse=False))
+        if any(weight.dim() > 1 for weight in weights):  # no norm, and no scale of a branch
+            layers[name] = [(weight, weight.clone()) for weight in weights]
+
+    def scale(name: str, factor: float) -> None:
+        for weight, whole in layers[name]:
+            weight.copy_(whole * factor)
+
+    def added() -> Tensor:
+        state: Tensor = args[0]
+        return state_of(tried(state.clone(), *args[1:], **kwargs)) - state
+
+    for name in layers:
+        scale(name, 0)
+    adds_otherwise = bool(added().any())
     last: list[str] = []
-    candidate = None
-    for name, module, shape in calls:
-        # Wider layers, and the norms of queries and keys; the first norm has the state's shape.
-        if shape != calls[0][2]:
+    for name in layers:
+        scale(name, 1)
+        whole = added()
+        if not whole.any():
             continue
-        if not _is_norm(module):
-            # torch's attention calls a function with the weights of its last layer.
-            is_attention = isinstance(module, nn.MultiheadAttention)
-            candidate = f"{name}.out_proj" if is_attention else name
-        elif candidate is not None:
-            last.append(candidate)
-            candidate = None
-    if candidate is not None:
-        last.append(candidate)
+        scale(name, 0.5)
+        difference = (2 * added() - whole).abs().max()
+        adds_otherwise |= bool(difference > 1e-4 * whole.abs().max())
+        scale(name, 0)
+        last.append(name)
+    if adds_otherwise or not last:
+        raise StackError(
+            f"No layers of a {type(block).__name__} say how much it adds to the state: with half "
+            "of their weights it does not add half as much, as where a norm follows (post-norm)",
+            hint="leave the weights as they are: branch_scale=1, or --branch-scale 1",
+        )
     return last
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "Norm" in type(module).__name__
-
-
-def _returning_their_state(
-    model: nn.Module, blocks: Sequence[nn.Module], images: Tensor
-) -> set[nn.Module]:
-    """Those of `blocks` that return the state that they get in a forward of `images`."""
-    unchanged: set[nn.Module] = set()
-
-    def compare(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.equal(state_of(output), args[0]):
-            unchanged.add(block)
-
-    with ExitStack() as hooks:
-        for block in blocks:
-            hooks.callback(block.register_forward_hook(compare).remove)
-        model(images)
-    return unchanged

@@ -45,6 +45,7 @@ PRESETS: dict[str, tuple[OrderMode, dict[str, Any]]] = {
             "sequential_every": 4,
             "exit_weight": 0.3,
             "self_distillation": 0.3,
+            "branch_scale": 0.1,
             "fixed": (1, 1),
         },
     ),
@@ -63,7 +64,7 @@ PRESETS: dict[str, tuple[OrderMode, dict[str, Any]]] = {
 # their type is that of the value.
 _KEEP: Any = None
 # What they are where the preset says nothing.
-_IN_ALL = {"orders_per_batch": 1, "position": "none", "fixed": (0, 0)}
+_IN_ALL = {"orders_per_batch": 1, "branch_scale": 1.0, "position": "none", "fixed": (0, 0)}
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,13 @@ class Method:
     """How a model is trained: a preset by its name, and options that change it.
 
     `None` keeps the value of the preset; the fields then hold the values in force. Every option
-    goes with every other one, except for `block_drop` with `min_kept`. Methods with equal fields
-    are equal. Raises `UsageError` for an unknown name (with the nearest one) and for options that
-    exclude each other.
+    goes with every other one, except for `block_drop` with `min_kept`, and `branch_scale` with
+    orders that are not drawn. Methods with equal fields are equal. Raises `UsageError` for an
+    unknown name (with the nearest one) and for options that exclude each other.
 
         method = ls.Method("anyorder")
-        model = method.prepare(timm.create_model("vit_small_patch16_224", num_classes=10))
+        model = timm.create_model("vit_small_patch16_224", num_classes=10)
+        model = method.prepare(model, torch.zeros(1, 3, 224, 224))
         for step, (images, labels) in enumerate(loader):
             loss = method.loss(model, images, labels, step=step)
             loss.backward()
@@ -98,9 +100,9 @@ class Method:
     self_distillation: float | None = None
     """Weight of a third loss: the answer after all blocks teaches the one after a random number of
     them, by the divergence of their probabilities (anyorder: 0.3; the others: no such loss)."""
-    branch_scale: float | None = None
-    """Factor for what each drawn block adds to the state, applied to the weights of `fit`'s model
-    before its first step (default: the weights stay as they are)."""
+    branch_scale: float = _KEEP
+    """Factor for what each drawn block adds to the state: weights are multiplied by it once, before
+    the first step (anyorder: 0.1; the others: 1, the weights stay as they are)."""
     block_drop: float | None = None
     """Probability with which a block is left out (layerdrop: 0.2; the others: none is left out)."""
     min_kept: int | None = None
@@ -143,6 +145,7 @@ class Method:
             self.options,
             seed=self.seed,
             parts=get_args(PositionPart),
+            shuffles=self.selects_by == "arbitrary",
             is_sequential=self.selects_by == "sequential" and self.runs_all and not runs_in_rounds,
         )
         # Both check what is left: probabilities, ranges and words.
@@ -235,28 +238,44 @@ class Method:
         drawn = max(map(len, orders)) - first - last
         return first + 1 + stream.below(max(1, drawn - 1))
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """`model` with what the method adds to it: wrapped, tied (in place), with position parts,
-        and with the ends of the method, which scores of the model then keep in their place.
+    def prepare(self, model: nn.Module, images: Tensor | None = None) -> nn.Module:
+        """`model` as the method begins to train it.
 
-        Position parts are modules around the model, so the result may be another module: give its
-        parameters to the optimiser. Raises `UsageError` if the model has another number of blocks
-        than the method keeps.
+        It is wrapped and tied (in place), gets position parts, and knows the ends of the method,
+        which its scores then keep in their place. What its drawn blocks add to the state is
+        multiplied by `branch_scale`, unless the model was prepared for drawn orders before: one
+        that is trained again keeps its weights, also as a copy and from a file. So weights of a
+        trained model are loaded into one that is prepared, and not before that. Position parts are
+        modules around the model, so the result may be another module: give its parameters to the
+        optimiser.
+
+        `images` `[n, channels, height, width]`, of any values: the model runs them once, to find
+        the layers that `branch_scale` multiplies. Raises `UsageError` if they are needed and
+        missing, or if the model has another number of blocks than the method keeps, and
+        `StackError` for blocks of which no layers say how much they add.
         """
-        from layershuffle.core.checks.parts import check_position_parts
+        from layershuffle.core.branches import scale_branches
+        from layershuffle.core.checks.parts import check_position_parts, not_begun
         from layershuffle.core.losses import positioned_in
         from layershuffle.core.position import add_position
-        from layershuffle.core.stack import depth_of, stack_of, wrap
+        from layershuffle.core.stack import stack_of, wrap
         from layershuffle.core.tying import tie
 
-        depth = depth_of(wrap(model))
+        stack = stack_of(wrap(model))
+        depth = stack.depth
+        begins = self.branch_scale != 1 and not stack.shuffled
         if self.blocks is not None and depth != self.kept:
             chosen = self.blocks.draw(depth, seed=self.seed, step=0)
             raise other_depth(depth, self.kept, chosen=chosen)
         _ = drawn_blocks(depth, self.fixed)  # raises where no block is left
-        stack_of(model).fixed = self.fixed
+        if begins and images is None:
+            raise not_begun(self.name, self.branch_scale)
+        stack.fixed = self.fixed
         if self.distinct is not None:
             tie(model, distinct=self.distinct)
+        if begins and images is not None:
+            scale_branches(model, images, factor=self.branch_scale)
+        stack.shuffled = self.selects_by == "arbitrary"
         positioned = positioned_in(model)
         if positioned is not None:
             check_position_parts(positioned, name=self.name, position=self.position)
@@ -339,7 +358,14 @@ class Method:
         from layershuffle.core.checks.parts import check_parts
         from layershuffle.core.losses import loss_of_orders
 
-        check_parts(model, distinct=self.distinct, position=self.position, fixed=self.fixed)
+        check_parts(
+            model,
+            name=self.name,
+            branch_scale=self.branch_scale,
+            distinct=self.distinct,
+            position=self.position,
+            fixed=self.fixed,
+        )
         return loss_of_orders(
             model,
             images,

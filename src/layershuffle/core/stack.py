@@ -73,11 +73,13 @@ class BlockStack(nn.ModuleList):
     """The block container of a wrapped model. Made by `wrap`, undone by `unwrap`.
 
     `fixed`: how many blocks at the beginning and at the end keep their place, as the model was
-    trained. Copies of the model have it, too. `container_class`: the class that `unwrap` restores.
+    trained. `shuffled`: whether the model was prepared for training along drawn orders. Copies
+    of the model have both, too. `container_class`: the class that `unwrap` restores.
     """
 
     container_class: type[nn.Module]
     fixed: tuple[int, int] = (0, 0)
+    shuffled: bool = False
 
     def _run(self) -> Run:
         """The `Run` that is in force now; every access to the stack goes through here."""
@@ -215,6 +217,7 @@ def unwrap(model: ModelT) -> ModelT:
     for stack in _stacks(model):
         container_class = vars(stack).pop("container_class")
         vars(stack).pop("fixed", None)
+        vars(stack).pop("shuffled", None)
         object.__setattr__(stack, "__class__", container_class)
     return model
 
@@ -224,7 +227,8 @@ def stack_of(model: nn.Module) -> BlockStack:
     stacks = _stacks(model)
     if not stacks:
         raise StackError(
-            f"{type(model).__name__} is not wrapped", hint="call layershuffle.wrap(model) first"
+            f"{type(model).__name__} is not wrapped",
+            hint="call layershuffle.wrap(model) first, or prepare of the method that trains it",
         )
     if len(stacks) > 1:
         raise StackError(

@@ -1,8 +1,9 @@
 """layershuffle.json: metadata of a saved model that the files of its library cannot hold.
 
 {"schema": 1, "library": "timm", "name": "vit_tiny_patch16_224", "num_classes": 100, "depth": 12,
- "blocks": "blocks", "tied": null, "fixed": [0, 0], "position": {"encoding": null,
- "prediction": null}, "image_view": {...}, "base_model": null, ...the record given to `save`}
+ "blocks": "blocks", "tied": null, "fixed": [0, 0], "shuffled": false,
+ "position": {"encoding": null, "prediction": null}, "image_view": {...}, "base_model": null,
+ ...the record given to `save`}
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class ModelMetadata(ModelRecord):
     blocks: str
     tied: list[int] | None = None
     fixed: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (0, 0)
+    shuffled: bool = False
     position: PositionForms
     image_view: ImageView
     base_model: str | None = None

@@ -123,8 +123,8 @@ def settings_of(model: nn.Module) -> dict[str, Any]:
         for key, value in vars(module).items():
             if key.startswith("_") or key in _NOT_OF_ANSWERS or "drop" in key:
                 continue
-            if key == "fixed" and isinstance(module, BlockStack):
-                continue  # the ends, which layershuffle.json has
+            if key in ("fixed", "shuffled") and isinstance(module, BlockStack):
+                continue  # which layershuffle.json has
             if isinstance(value, bool | int | float | str | tuple):
                 settings[f"{path}.{key}"] = value
             elif inspect.isroutine(value):

@@ -200,6 +200,7 @@ def _write(
         blocks=path,
         tied=None if tied is None else list(tied),
         fixed=container.fixed if isinstance(container, BlockStack) else (0, 0),
+        shuffled=isinstance(container, BlockStack) and container.shuffled,
         position=forms_of(model),
         image_view=view,
         base_model=origin.base_model,
@@ -315,7 +316,9 @@ def _load_directory(place: Path, seed: int, base: str | None) -> nn.Module:
     base = metadata.base_model
     remember(backbone, replace(origin, view=metadata.image_view, base_model=base, record=record))
     _tie_again(backbone, metadata, path)
-    stack_of(backbone).fixed = metadata.fixed
+    stack = stack_of(backbone)
+    stack.fixed = metadata.fixed
+    stack.shuffled = metadata.shuffled
     return with_stored_parts(backbone, metadata.position, directory=directory)
 
 

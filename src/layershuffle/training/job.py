@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from layershuffle.core.branches import scale_branches
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.methods import Method
 from layershuffle.core.orders import ExecutionOrder
@@ -191,12 +190,20 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * per_epoch)
     eval_every = min(settings.eval_every or per_epoch, steps)
     notes = _notes(data, settings, steps=steps, chooses=eval_every < steps)
+    if method.branch_scale != 1 and stack_of(backbone).shuffled:
+        notes.append(
+            "the model was prepared for drawn orders before, so its blocks begin with their "
+            f"weights as they are, without --branch-scale {method.branch_scale:g}"
+        )
+    elif method.branch_scale != 1:
+        notes.append(
+            f"drawn blocks begin with {method.branch_scale:g} of what they add to the state, so "
+            "the first scores are those of chance (--branch-scale 1 leaves the weights as they are)"
+        )
     data = replace(data, notes=(*data.notes, *notes))
-    model = method.prepare(backbone)
-    if method.branch_scale is not None:
-        view = image_view(backbone)
-        images = torch.zeros(1, view.channels, view.height, view.width)
-        scale_branches(model, images, factor=method.branch_scale)
+    view = image_view(backbone)
+    blank = torch.zeros(1, view.channels, view.height, view.width)
+    model = method.prepare(backbone, blank)
     # Afterwards, because tied blocks share their weights only then.
     freeze(backbone, settings.freeze)
     eager = "compile is off" if settings.compile is False else None

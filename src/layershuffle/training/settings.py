@@ -63,9 +63,9 @@ class MethodSettings(Settings):
 
     method: str = "anyorder"
     """How to train: anyorder (four orders per batch, one of them sequential, and an exit; the first
-    and the last block keep their place), or as in the paper: baseline, layershuffle,
-    layershuffle-position, layershuffle-predict, layerdrop or truncated. Each is a set of the
-    options that follow; every method takes every option."""
+    and the last block keep their place, and the others add little at first), or as in the paper:
+    baseline, layershuffle, layershuffle-position, layershuffle-predict, layerdrop or truncated.
+    Each is a set of the options that follow; the others can be added to it."""
     model: str
     """Backbone: bundled:digits, timm:NAME, hf:NAME_OR_DIR or dir:PATH."""
     data: str

@@ -27,12 +27,14 @@ def check_options(
     *,
     seed: object,
     parts: Sequence[str],
+    shuffles: bool,
     is_sequential: bool,
 ) -> None:
     """Raises `UsageError` for options of the method `name` that are wrong or exclude each other.
 
-    `parts`: the words that `position` may be. `is_sequential`: every order of the method has all
-    blocks, one after the other in sequence, if nothing else makes it differ.
+    `parts`: the words that `position` may be. `shuffles`: the method draws orders.
+    `is_sequential`: every order of the method has all blocks, one after the other in sequence, if
+    nothing else makes it differ.
     """
     for option in _COUNTS:
         number = options[option]
@@ -67,8 +69,13 @@ def check_options(
             hint="leave sequential_every out, or take the method layershuffle",
         )
     branch_scale = options["branch_scale"]
-    if branch_scale is not None and not 0 < branch_scale < math.inf:
+    if not 0 < branch_scale < math.inf:
         raise UsageError(f"branch_scale must be a number above 0, got {branch_scale}")
+    if branch_scale != 1 and not shuffles:
+        raise UsageError(
+            f"branch_scale={branch_scale} is a start for drawn orders, and {name} has none",
+            hint="leave it out, or take a method that draws orders, such as layershuffle",
+        )
     for option in ("exit_weight", "self_distillation"):
         weight = options[option]
         if weight is not None and not weight > 0:

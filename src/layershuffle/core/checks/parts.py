@@ -18,10 +18,16 @@ _TIED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def check_parts(
-    model: nn.Module, *, distinct: int | None, position: str, fixed: tuple[int, int]
+    model: nn.Module,
+    *,
+    name: str,
+    branch_scale: float,
+    distinct: int | None,
+    position: str,
+    fixed: tuple[int, int],
 ) -> None:
-    """Raises `UsageError` if the model lacks the position parts, ties or ends of a method."""
-    hint = "model = method.prepare(model), before the optimiser gets its parameters"
+    """Raises `UsageError` if the model was not prepared for the method `name` and its options."""
+    hint = "model = method.prepare(model, images), before the optimiser gets its parameters"
     if position != "none":
         positioned = positioned_in(model)
         part = "encoding" if position == "encode" else "prediction"
@@ -36,6 +42,8 @@ def check_parts(
             "the first and the last blocks, which keep their place",
             hint=hint,
         )
+    if branch_scale != 1 and not stack.shuffled:
+        raise not_begun(name, branch_scale)
     if distinct is not None and _TIED.get(stack) != distinct:
         blocks = blocks_of(model)
         places = places_tied(blocks) or range(len(blocks))
@@ -46,6 +54,16 @@ def check_parts(
                 hint=hint,
             )
         _TIED[stack] = distinct
+
+
+def not_begun(name: str, branch_scale: float) -> UsageError:
+    """The error for a model whose drawn blocks were not scaled for the method `name`."""
+    return UsageError(
+        f"{name} begins with drawn blocks that add {branch_scale:g} of what they did, and needs "
+        "images to find the weights that it multiplies",
+        hint="model = method.prepare(model, images), with a batch of any values; branch_scale=1 "
+        "leaves the weights as they are",
+    )
 
 
 def check_position_parts(model: PositionedModel, *, name: str, position: str) -> None:
