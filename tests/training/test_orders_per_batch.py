@@ -10,7 +10,7 @@ from runs import NO_DROPOUT, assert_same_weights, losses, settings, weights
 import layershuffle as ls
 from layershuffle.data import DataOptions, open_data
 from layershuffle.ground.errors import SettingsError
-from layershuffle.models import image_view
+from layershuffle.models import blank_images, image_view
 from layershuffle.training import fit
 from layershuffle.training.loop import Event, epoch_rows
 from refusals import refuses
@@ -71,9 +71,8 @@ def test_groups_train_the_mean_over_groups_alone(tmp_path, name):
 def by_hand(run):
     method = run.build_method()
     host = ls.load(run.model, seed=run.seed)
-    view = image_view(host)
-    data = open_data(run.data, view, options=DataOptions(seed=run.seed))
-    model = method.prepare(host, torch.zeros(1, view.channels, view.height, view.width)).train()
+    data = open_data(run.data, image_view(host), options=DataOptions(seed=run.seed))
+    model = method.prepare(host, blank_images(host, 1)).train()
     train = data.splits["train"].dataset
     rows = epoch_rows(len(train), seed=run.seed, epoch=0)
     adam = torch.optim.Adam(model.parameters(), lr=run.lr, eps=1e-6)

@@ -1,3 +1,4 @@
+from .libraries import blank_images as blank_images
 from .libraries import class_names_of as class_names_of
 from .libraries import file_view as file_view
 from .libraries import image_view as image_view

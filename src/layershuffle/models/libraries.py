@@ -12,7 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from layershuffle.core.position import backbone_of
 from layershuffle.ground.errors import UsageError
@@ -67,6 +68,12 @@ def image_view(model: nn.Module) -> ImageView:
     backbone = backbone_of(model)
     # The view of the loaded files has precedence over the library's default.
     return origin_of(backbone).view or library_of(backbone).image_view(backbone)
+
+
+def blank_images(model: nn.Module, count: int) -> Tensor:
+    """Grey images, float32 `[count, channels, height, width]`, as the model takes them."""
+    view = image_view(model)
+    return torch.zeros(count, view.channels, view.height, view.width)
 
 
 def file_view(model: nn.Module) -> ImageView:

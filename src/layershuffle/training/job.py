@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.utils.data import Subset
 
@@ -24,6 +23,7 @@ from layershuffle.ground.machine import choose_precision, device_of
 from layershuffle.ground.text import counted
 from layershuffle.images.view import resized_as
 from layershuffle.models import (
+    blank_images,
     image_view,
     load,
     name_classes,
@@ -190,20 +190,9 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * per_epoch)
     eval_every = min(settings.eval_every or per_epoch, steps)
     notes = _notes(data, settings, steps=steps, chooses=eval_every < steps)
-    if method.branch_scale != 1 and stack_of(backbone).shuffled:
-        notes.append(
-            "the model was prepared for drawn orders before, so its blocks begin with their "
-            f"weights as they are, without --branch-scale {method.branch_scale:g}"
-        )
-    elif method.branch_scale != 1:
-        notes.append(
-            f"drawn blocks begin with {method.branch_scale:g} of what they add to the state, so "
-            "the first scores are those of chance (--branch-scale 1 leaves the weights as they are)"
-        )
+    notes += _notes_on_start(method, backbone)
     data = replace(data, notes=(*data.notes, *notes))
-    view = image_view(backbone)
-    blank = torch.zeros(1, view.channels, view.height, view.width)
-    model = method.prepare(backbone, blank)
+    model = method.prepare(backbone, blank_images(backbone, 1))
     # Afterwards, because tied blocks share their weights only then.
     freeze(backbone, settings.freeze)
     eager = "compile is off" if settings.compile is False else None
@@ -281,6 +270,22 @@ def _warn_of_few(data: ImageData) -> None:
             "folders are classes, or give a smaller --holdout",
             *(data.spec, images, classes),
         )
+
+
+def _notes_on_start(method: Method, backbone: nn.Module) -> list[str]:
+    """Whether the drawn blocks of `backbone` begin with less than they add."""
+    scale = method.branch_scale
+    if scale == 1:
+        return []
+    if stack_of(backbone).shuffled:
+        return [
+            "the model was prepared for drawn orders before, so its blocks begin with their "
+            f"weights as they are, without --branch-scale {scale:g}"
+        ]
+    return [
+        f"drawn blocks begin with {scale:g} of what they add to the state, so the first scores are "
+        "those of chance (--branch-scale 1 leaves the weights as they are)"
+    ]
 
 
 def _notes(data: ImageData, settings: FitSettings, *, steps: int, chooses: bool) -> list[str]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from layershuffle.core.losses import loss_of_orders
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, depth_of
-from layershuffle.models import image_view
+from layershuffle.models import blank_images
 
 WHOLE = StateDictOptions(full_state_dict=True)
 """Options for the weights of all processes together; all of them must ask at the same time."""
@@ -49,9 +49,7 @@ def idle_parameters(model: nn.Module) -> Sequence[str]:
     DDP waits for a gradient of every parameter and has to be told that some get none. A forward and
     backward of two grey images in evaluation mode finds them; gradients are removed afterwards.
     """
-    view = image_view(model)
-    images = torch.zeros(2, view.channels, view.height, view.width)
-    images = images.to(next(model.parameters()).device)
+    images = blank_images(model, 2).to(next(model.parameters()).device)
     model.eval()
     labels = torch.zeros(2, dtype=torch.long, device=images.device)
     order = ExecutionOrder.sequential(depth_of(model))
