@@ -285,6 +285,20 @@ def test_a_positioned_model_goes_on_with_its_own_method(undisturbed, tmp_path):
     assert weights(tmp_path / "two").keys() == weights(out).keys()
 
 
+def test_a_run_records_the_start_that_it_made(undisturbed, tmp_path):
+    """A model prepared for drawn orders keeps its weights, and the record says so."""
+    out, _ = undisturbed["layershuffle"]
+    for model, begins_with in ((MODEL, 0.1), (f"dir:{out / 'model'}", 1.0)):
+        run = tmp_path / str(begins_with)
+        result = fit(settings(model=model, method="anyorder", steps=1, lr=1e-12), run)
+        record = json.loads((run / "model" / "layershuffle.json").read_text())
+        assert record["settings"]["branch_scale"] == begins_with
+        notes = [note for note in result.data["notes"] if "--branch-scale" in note]
+        assert len(notes) == 1
+    # The weights of the run before, which a rate of nearly zero leaves as they are.
+    assert_same_weights(weights(run), weights(out), tolerance=1e-9)
+
+
 def test_a_missing_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with refuses(UsageError):

@@ -190,8 +190,8 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * per_epoch)
     eval_every = min(settings.eval_every or per_epoch, steps)
     notes = _notes(data, settings, steps=steps, chooses=eval_every < steps)
-    notes += _notes_on_start(method, backbone)
-    data = replace(data, notes=(*data.notes, *notes))
+    method, notes_on_start = _started(method, backbone)
+    data = replace(data, notes=(*data.notes, *notes, *notes_on_start))
     model = method.prepare(backbone, blank_images(backbone, 1))
     # Afterwards, because tied blocks share their weights only then.
     freeze(backbone, settings.freeze)
@@ -272,17 +272,17 @@ def _warn_of_few(data: ImageData) -> None:
         )
 
 
-def _notes_on_start(method: Method, backbone: nn.Module) -> list[str]:
-    """Whether the drawn blocks of `backbone` begin with less than they add."""
+def _started(method: Method, backbone: nn.Module) -> tuple[Method, list[str]]:
+    """The method with the `branch_scale` that it applies to `backbone`, and a note that says so."""
     scale = method.branch_scale
     if scale == 1:
-        return []
+        return method, []
     if stack_of(backbone).shuffled:
-        return [
+        return replace(method, branch_scale=1.0), [
             "the model was prepared for drawn orders before, so its blocks begin with their "
             f"weights as they are, without --branch-scale {scale:g}"
         ]
-    return [
+    return method, [
         f"drawn blocks begin with {scale:g} of what they add to the state, so the first scores are "
         "those of chance (--branch-scale 1 leaves the weights as they are)"
     ]
