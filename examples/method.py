@@ -16,8 +16,9 @@ prints this after three minutes on one core (top-1 accuracy in percent, on 100 c
     shuffled, seed 1        89.6       88.2     85.4     79.9     65.1
     these two, merged       86.1       84.7     81.1     75.3     59.5
 
-The package does this for every vision transformer, and much beside it. Of the package this file
-imports two things: the images, and the stream of random numbers from which orders are drawn.
+The package does this for every transformer whose blocks have one shape, and much beside it. Of the
+package this file imports two things: the images, and the stream of random numbers from which orders
+are drawn.
 """
 
 import copy

@@ -2,10 +2,10 @@
 
     python scripts/fashion_tables.py
 
-Reads docs/results/fashion-dinov2-320 and, for the rows of `anyorder` with 64 images a step,
-docs/results/fashion-anyorder-64 (all blocks drawn) and docs/results/fashion-ends; for the rounds
-of LayerShuffle docs/results/fashion-dinov2. Writes into docs/results/tables. Afterwards
-scripts/tables.py renders the pages.
+Reads docs/results/fashion-dinov2-320, and for 64 images a step docs/results/fashion-dinov2 (the
+paper's methods), docs/results/fashion-anyorder-64 (`anyorder` with all blocks drawn) and
+docs/results/fashion-ends. Writes into docs/results/tables, and draws
+docs/results/fashion-dinov2/length.svg. Afterwards scripts/tables.py renders the pages.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import mean
 
+from layershuffle.ground.plotting import STYLES, draw_legend, figure_bytes, new_figure, style_axes
 from layershuffle.ground.stats import t_interval
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
@@ -25,19 +26,42 @@ SHORT = RESULTS / "fashion-anyorder-64"
 ENDS = RESULTS / "fashion-ends"
 TABLES = RESULTS / "tables"
 # Arm -> its name on the page, its learning rate, and the paper's scores on ImageNet.
-ARMS = {
+LARGE_ARMS = {
     "baseline": ("baseline", "5e-5", "82.61 / 0.13"),
     "layershuffle": ("LayerShuffle", "4e-4", "75.22 / 62.77"),
     "anyorder": ("anyorder --fixed 0,0 --branch-scale 1 (ours)", "4e-4", ""),
     "anyorder-3-distinct": ("the same, --distinct 3 (ours)", "4e-4", ""),
 }
-# The same of the arms whose first and last block keep their place.
+# The same with 64 images a step: all blocks drawn, then with the first and the last in their place.
+SMALL_ARMS = {
+    "probed": ("the head alone, nothing refined", "", ""),
+    "baseline": ("baseline", "2e-5", "82.61 / 0.13"),
+    "layershuffle": ("LayerShuffle", "2e-4", "75.22 / 62.77"),
+    "layershuffle-position": ("LayerShuffle-position", "4e-4", "75.28 / 63.61"),
+    "layershuffle-predict": ("LayerShuffle-predict", "2e-4", "74.41 / 61.18"),
+    "layerdrop": ("LayerDrop (p = 0.2)", "5e-5", ""),
+    "truncated-9": ("refined at 9 blocks", "5e-5", ""),
+    "truncated-6": ("refined at 6 blocks", "5e-5", ""),
+    "truncated-3": ("refined at 3 blocks", "5e-5", ""),
+}
+DRAWN_ARMS = {"anyorder": ("anyorder --fixed 0,0 --branch-scale 1 (ours)", "4e-4", "")}
 ENDS_ARMS = {
-    "layershuffle-ends-1-1": ("LayerShuffle --fixed 1,1", "4e-4", ""),
-    "anyorder-scale-1-5e-5": ("anyorder --branch-scale 1 (ours)", "5e-5", ""),
+    "layershuffle-start": ("LayerShuffle --fixed 1,1 --branch-scale 0.1", "2.5e-5", ""),
+    "anyorder-scale-1-1e-4": ("anyorder --branch-scale 1 (ours)", "1e-4", ""),
     "anyorder": ("anyorder (ours)", "2.5e-5", ""),
+    "baseline-6000": ("baseline, 6,000 steps", "2e-5", ""),
     "anyorder-6000": ("anyorder, 6,000 steps (ours)", "2.5e-5", ""),
 }
+# Steps of 64 images -> the arms of that length: ordinary training, and ours.
+LENGTHS = {
+    500: ("baseline-500", "anyorder-500"),
+    1000: ("baseline-1000", "anyorder-1000"),
+    2000: ("baseline", "anyorder"),
+    6000: ("baseline-6000", "anyorder-6000"),
+}
+BATCH = 64
+# How many points behind ordinary training in order were the goal: in any order, and with six kept.
+GOALS = {"arbitrary_behind": 3.0, "six_behind": 5.0}
 STOPS = ("0.8", "0.95", "0.98", "")
 
 # (arm, mode, blocks kept, blocks side by side, passes) -> seed -> top-1 of every order, in percent.
@@ -71,6 +95,11 @@ def scores_of(*files: Path) -> Scores:
     return scores
 
 
+def mean_of(scores: Scores, arm: str, mode: str, kept: int = 12) -> float:
+    """The mean over models, blocks one after the other and once."""
+    return mean(map(mean, scores[arm, mode, kept, 1, 1].values()))
+
+
 def cell(
     scores: Scores, arm: str, mode: str, kept: int = 12, *, side_by_side: int = 1, passes: int = 1
 ) -> str:
@@ -85,21 +114,30 @@ def cell(
     return f"{mean(means):.1f} &plusmn;{(high - low) / 2:.1f}"
 
 
-def table_row(scores: Scores, arm: str, facts: tuple[str, str, str]) -> dict[str, str]:
-    """The line of an arm, `facts` of which are in `ARMS` or `ENDS_ARMS`."""
-    name, rate, paper = facts
-    return {
-        "method": name,
-        "models": str(len(scores[arm, "sequential", 12, 1, 1])),
-        "rate": rate,
-        "sequential": cell(scores, arm, "sequential"),
-        "arbitrary": cell(scores, arm, "arbitrary"),
-        "rounds": cell(scores, arm, "arbitrary", side_by_side=4),
-        "nine": cell(scores, arm, "arbitrary", 9),
-        "six": cell(scores, arm, "arbitrary", 6),
-        "three": cell(scores, arm, "arbitrary", 3),
-        "paper": paper,
-    }
+def table_rows(scores: Scores, arms: dict[str, tuple[str, str, str]]) -> list[dict[str, str]]:
+    """The lines of `arms` that were measured."""
+    rows = []
+    for arm, (name, rate, paper) in arms.items():
+        # A model that was made of fewer blocks has all of them.
+        depths = [key[2] for key in scores if key[:2] == (arm, "sequential")]
+        if not depths:
+            continue
+        whole = max(depths)
+        rows.append(
+            {
+                "method": name,
+                "models": str(len(scores[arm, "sequential", whole, 1, 1])),
+                "rate": rate,
+                "sequential": cell(scores, arm, "sequential", whole),
+                "arbitrary": cell(scores, arm, "arbitrary", whole),
+                "rounds": cell(scores, arm, "arbitrary", whole, side_by_side=4),
+                "nine": cell(scores, arm, "arbitrary", 9) if whole == 12 else "",
+                "six": cell(scores, arm, "arbitrary", 6) if whole == 12 else "",
+                "three": cell(scores, arm, "arbitrary", 3) if whole == 12 else "",
+                "paper": paper,
+            }
+        )
+    return rows
 
 
 def stopped(sure: Stopped, arm: str, mode: str, stop: str) -> str:
@@ -111,17 +149,62 @@ def stopped(sure: Stopped, arm: str, mode: str, stop: str) -> str:
 
 
 def write_scores() -> None:
-    """The table of 320 images a step, and the rows of `anyorder` in that of 64."""
-    scores = scores_of(STUDY / "results.csv")
-    write_table("fashion-dinov2-320.csv", [table_row(scores, *item) for item in ARMS.items()])
-    table = read_rows(TABLES / "fashion-dinov2.csv")
-    ours = [table_row(scores_of(SHORT / "results.csv"), "anyorder", ARMS["anyorder"])]
-    ours += [table_row(scores_of(ENDS / "results.csv"), *item) for item in ENDS_ARMS.items()]
-    names = {row["method"] for row in ours}
-    rows = [row for row in table if row["method"] not in names]
-    for row in ours:
-        rows.append({column: row.get(column, "") for column in table[0]})
+    """The tables of 320 images a step and of 64."""
+    large = scores_of(STUDY / "results.csv")
+    write_table("fashion-dinov2-320.csv", table_rows(large, LARGE_ARMS))
+    rows = table_rows(scores_of(PAPER / "probed.csv", PAPER / "results.csv"), SMALL_ARMS)
+    rows += table_rows(scores_of(SHORT / "results.csv"), DRAWN_ARMS)
+    rows += table_rows(scores_of(ENDS / "results.csv"), ENDS_ARMS)
     write_table("fashion-dinov2.csv", rows)
+
+
+def write_lengths() -> list[dict[str, str]]:
+    """The table of what a longer training brings beside ordinary training; returns its rows.
+
+    A row is behind the best ordinary training of at most as many images: a longer one may be worse,
+    because it overfits before its rate has fallen.
+    """
+    scores = scores_of(PAPER / "results.csv", ENDS / "results.csv")
+    rows = []
+    best = 0.0
+    for steps, (ordinary, ours) in LENGTHS.items():
+        best = max(best, mean_of(scores, ordinary, "sequential"))
+        rows.append(
+            {
+                "steps": str(steps),
+                "ordinary": cell(scores, ordinary, "sequential"),
+                "models": str(len(scores[ours, "sequential", 12, 1, 1])),
+                "sequential": cell(scores, ours, "sequential"),
+                "arbitrary": cell(scores, ours, "arbitrary"),
+                "six": cell(scores, ours, "arbitrary", 6),
+                "arbitrary_behind": f"{best - mean_of(scores, ours, 'arbitrary'):.2f}",
+                "six_behind": f"{best - mean_of(scores, ours, 'arbitrary', 6):.2f}",
+            }
+        )
+    write_table("fashion-dinov2-length.csv", rows)
+    return rows
+
+
+def draw_lengths(rows: list[dict[str, str]]) -> None:
+    """Points behind the best ordinary training by images, with the goals as thin lines."""
+    figure = new_figure(6.4, 3.4)
+    axes = figure.add_subplot()
+    style_axes(axes, "Points of top-1 behind the best ordinary training of at most as many images")
+    images = [int(row["steps"]) * BATCH for row in rows]
+    entries = []
+    names = {"arbitrary_behind": "any order, all blocks", "six_behind": "any order, 6 of 12 blocks"}
+    for (column, name), (colour, marker, dash) in zip(names.items(), STYLES[1:], strict=False):
+        behind = [float(row[column]) for row in rows]
+        (line,) = axes.plot(images, behind, color=colour, marker=marker, linestyle=dash)
+        goal = axes.axhline(GOALS[column], color=colour, linestyle=dash, linewidth=0.8)
+        entries += [(line, name), (goal, f"the goal, {GOALS[column]:.0f} points")]
+    axes.set_xscale("log")
+    axes.set_xticks(images, [f"{count:,}" for count in images])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("training images")
+    draw_legend(figure, entries)
+    (PAPER / "length.svg").write_bytes(figure_bytes(figure, "svg"))
 
 
 def write_rounds() -> None:
@@ -190,6 +273,7 @@ def print_merges() -> None:
 
 if __name__ == "__main__":
     write_scores()
+    draw_lengths(write_lengths())
     write_rounds()
     write_stops()
     print_merges()

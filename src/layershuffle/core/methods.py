@@ -72,9 +72,9 @@ class Method:
     """How a model is trained: a preset by its name, and options that change it.
 
     `None` keeps the value of the preset; the fields then hold the values in force. Every option
-    goes with every other one, except for `block_drop` with `min_kept`, and `branch_scale` with
-    orders that are not drawn. Methods with equal fields are equal. Raises `UsageError` for an
-    unknown name (with the nearest one) and for options that exclude each other.
+    goes with every other one, except for the few combinations that `docs/methods.md` lists. Methods
+    with equal fields are equal. Raises `UsageError` for an unknown name (with the nearest one) and
+    for options that exclude each other.
 
         method = ls.Method("anyorder")
         model = timm.create_model("vit_small_patch16_224", num_classes=10)

@@ -284,7 +284,7 @@ def _started(method: Method, backbone: nn.Module) -> tuple[Method, list[str]]:
         ]
     return method, [
         f"drawn blocks begin with {scale:g} of what they add to the state, so the first scores are "
-        "those of chance (--branch-scale 1 leaves the weights as they are)"
+        "hardly better than chance (--branch-scale 1 leaves the weights as they are)"
     ]
 
 

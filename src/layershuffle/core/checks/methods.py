@@ -82,7 +82,7 @@ def check_options(
             raise UsageError(
                 f"{option} must be above 0, got {weight}",
                 hint="leave it out for no exit; anyorder without one is layershuffle with "
-                "orders_per_batch=4, sequential_every=4 and fixed=(1, 1)",
+                "orders_per_batch=4, sequential_every=4, branch_scale=0.1 and fixed=(1, 1)",
             )
 
 
