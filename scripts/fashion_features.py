@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedShuffleSplit
 from sklearn.neighbors import KNeighborsClassifier
@@ -33,28 +32,28 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 import layershuffle as ls
 from layershuffle.core.stack import fixed_of
+from layershuffle.data.digits import digit_images
 from layershuffle.data.transforms import fit_images
 from layershuffle.models import image_view
 
 TABLE = Path(__file__).resolve().parent.parent / "docs/results/tables/fashion-dinov2-features.csv"
 READERS = ("knn", "knn_sd", "linear", "linear_sd")
 PLACE = Path("conformal_clip_data/data/textile_images/simulated")
-SIDE = 56
 
 
 def digits() -> tuple[Tensor, NDArray[np.int64]]:
     """The digits, `[1797, 1, 56, 56]` in [0, 1], and their classes."""
-    images, classes = load_digits(return_X_y=True)
-    small = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
-    return F.interpolate(small, size=SIDE, mode="bicubic", antialias=True).clamp(0, 1), classes
+    ink, classes = digit_images()
+    small = ink[:, None].float() / 16
+    large = F.interpolate(small, size=56, mode="bicubic", antialias=True).clamp(0, 1)
+    return large, classes.numpy()
 
 
 def textiles(root: Path) -> tuple[Tensor, NDArray[np.int64]]:
-    """The photographs, `[2000, 3, 56, 56]` in [0, 1], and their classes."""
+    """The photographs, `[2000, 3, 250, 250]` in [0, 1], and their classes."""
     folder = ImageFolder(str(root / PLACE))
     images = torch.stack([pil_to_tensor(image) for image, _ in folder]).float() / 255
-    small = F.interpolate(images, size=SIDE, mode="bilinear", antialias=True).clamp(0, 1)
-    return small, np.array(folder.targets)
+    return images, np.array(folder.targets)
 
 
 def orders_of(model: nn.Module) -> Iterator[tuple[str, ls.ExecutionOrder]]:
@@ -107,11 +106,12 @@ def main(root: Path, models: list[str]) -> None:
         name, path = word.split("=", 1)
         model = ls.load(f"dir:{path}").eval()
         rows = [row for row in rows if row["model"] != name]
+        view = image_view(model)
+        shown = {images: fit_images(pixels, view) for images, (pixels, _) in data.items()}
         for order, blocks in orders_of(model):
             row = {"model": name, "order": order}
-            for images, (pixels, classes) in data.items():
-                shown = fit_images(pixels, image_view(model))
-                scores = score(features_of(model, shown, blocks), classes)
+            for images, (_, classes) in data.items():
+                scores = score(features_of(model, shown[images], blocks), classes)
                 for reader, value in zip(READERS, scores, strict=True):
                     row[f"{images}_{reader}"] = value
             print(*row.values(), flush=True)

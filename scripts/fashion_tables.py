@@ -25,32 +25,39 @@ PAPER = RESULTS / "fashion-dinov2"
 SHORT = RESULTS / "fashion-anyorder-64"
 ENDS = RESULTS / "fashion-ends"
 TABLES = RESULTS / "tables"
-# Arm -> its name on the page, its learning rate, and the paper's scores on ImageNet.
+# The paper's scores on ImageNet, in order and in any order.
+IMAGENET = {
+    "baseline": "82.61 / 0.13",
+    "layershuffle": "75.22 / 62.77",
+    "layershuffle-position": "75.28 / 63.61",
+    "layershuffle-predict": "74.41 / 61.18",
+}
+# Arm -> its name on the page and its learning rate, of 320 images a step.
 LARGE_ARMS = {
-    "baseline": ("baseline", "5e-5", "82.61 / 0.13"),
-    "layershuffle": ("LayerShuffle", "4e-4", "75.22 / 62.77"),
-    "anyorder": ("anyorder --fixed 0,0 --branch-scale 1 (ours)", "4e-4", ""),
-    "anyorder-3-distinct": ("the same, --distinct 3 (ours)", "4e-4", ""),
+    "baseline": ("baseline", "5e-5"),
+    "layershuffle": ("LayerShuffle", "4e-4"),
+    "anyorder": ("anyorder --fixed 0,0 --branch-scale 1 (ours)", "4e-4"),
+    "anyorder-3-distinct": ("the same, --distinct 3 (ours)", "4e-4"),
 }
 # The same with 64 images a step: all blocks drawn, then with the first and the last in their place.
 SMALL_ARMS = {
-    "probed": ("the head alone, nothing refined", "", ""),
-    "baseline": ("baseline", "2e-5", "82.61 / 0.13"),
-    "layershuffle": ("LayerShuffle", "2e-4", "75.22 / 62.77"),
-    "layershuffle-position": ("LayerShuffle-position", "4e-4", "75.28 / 63.61"),
-    "layershuffle-predict": ("LayerShuffle-predict", "2e-4", "74.41 / 61.18"),
-    "layerdrop": ("LayerDrop (p = 0.2)", "5e-5", ""),
-    "truncated-9": ("refined at 9 blocks", "5e-5", ""),
-    "truncated-6": ("refined at 6 blocks", "5e-5", ""),
-    "truncated-3": ("refined at 3 blocks", "5e-5", ""),
+    "probed": ("the head alone, nothing refined", ""),
+    "baseline": ("baseline", "2e-5"),
+    "layershuffle": ("LayerShuffle", "2e-4"),
+    "layershuffle-position": ("LayerShuffle-position", "4e-4"),
+    "layershuffle-predict": ("LayerShuffle-predict", "2e-4"),
+    "layerdrop": ("LayerDrop (p = 0.2)", "5e-5"),
+    "truncated-9": ("refined at 9 blocks", "5e-5"),
+    "truncated-6": ("refined at 6 blocks", "5e-5"),
+    "truncated-3": ("refined at 3 blocks", "5e-5"),
 }
-DRAWN_ARMS = {"anyorder": ("anyorder --fixed 0,0 --branch-scale 1 (ours)", "4e-4", "")}
+DRAWN_ARMS = {"anyorder": LARGE_ARMS["anyorder"]}
 ENDS_ARMS = {
-    "layershuffle-start": ("LayerShuffle --fixed 1,1 --branch-scale 0.1", "2.5e-5", ""),
-    "anyorder-scale-1-1e-4": ("anyorder --branch-scale 1 (ours)", "1e-4", ""),
-    "anyorder": ("anyorder (ours)", "2.5e-5", ""),
-    "baseline-6000": ("baseline, 6,000 steps", "2e-5", ""),
-    "anyorder-6000": ("anyorder, 6,000 steps (ours)", "2.5e-5", ""),
+    "layershuffle-start": ("LayerShuffle --fixed 1,1 --branch-scale 0.1", "2.5e-5"),
+    "anyorder-scale-1-1e-4": ("anyorder --branch-scale 1 (ours)", "1e-4"),
+    "anyorder": ("anyorder (ours)", "2.5e-5"),
+    "baseline-6000": ("baseline, 6,000 steps", "2e-5"),
+    "anyorder-6000": ("anyorder, 6,000 steps (ours)", "2.5e-5"),
 }
 # Steps of 64 images -> the arms of that length: ordinary training, and ours.
 LENGTHS = {
@@ -60,8 +67,11 @@ LENGTHS = {
     6000: ("baseline-6000", "anyorder-6000"),
 }
 BATCH = 64
-# How many points behind ordinary training in order were the goal: in any order, and with six kept.
-GOALS = {"arbitrary_behind": 3.0, "six_behind": 5.0}
+# Column of the table of lengths -> its name in the figure, the goal in points, and its style.
+CURVES = {
+    "arbitrary_behind": ("any order, all blocks", 3, STYLES[1]),
+    "six_behind": ("any order, 6 of 12 blocks", 5, STYLES[2]),
+}
 STOPS = ("0.8", "0.95", "0.98", "")
 
 # (arm, mode, blocks kept, blocks side by side, passes) -> seed -> top-1 of every order, in percent.
@@ -114,15 +124,12 @@ def cell(
     return f"{mean(means):.1f} &plusmn;{(high - low) / 2:.1f}"
 
 
-def table_rows(scores: Scores, arms: dict[str, tuple[str, str, str]]) -> list[dict[str, str]]:
-    """The lines of `arms` that were measured."""
+def table_rows(scores: Scores, arms: dict[str, tuple[str, str]]) -> list[dict[str, str]]:
+    """The lines of `arms`."""
     rows = []
-    for arm, (name, rate, paper) in arms.items():
+    for arm, (name, rate) in arms.items():
         # A model that was made of fewer blocks has all of them.
-        depths = [key[2] for key in scores if key[:2] == (arm, "sequential")]
-        if not depths:
-            continue
-        whole = max(depths)
+        whole = max(key[2] for key in scores if key[:2] == (arm, "sequential"))
         rows.append(
             {
                 "method": name,
@@ -134,7 +141,7 @@ def table_rows(scores: Scores, arms: dict[str, tuple[str, str, str]]) -> list[di
                 "nine": cell(scores, arm, "arbitrary", 9) if whole == 12 else "",
                 "six": cell(scores, arm, "arbitrary", 6) if whole == 12 else "",
                 "three": cell(scores, arm, "arbitrary", 3) if whole == 12 else "",
-                "paper": paper,
+                "paper": IMAGENET.get(arm, ""),
             }
         )
     return rows
@@ -192,12 +199,11 @@ def draw_lengths(rows: list[dict[str, str]]) -> None:
     style_axes(axes, "Points of top-1 behind the best ordinary training of at most as many images")
     images = [int(row["steps"]) * BATCH for row in rows]
     entries = []
-    names = {"arbitrary_behind": "any order, all blocks", "six_behind": "any order, 6 of 12 blocks"}
-    for (column, name), (colour, marker, dash) in zip(names.items(), STYLES[1:], strict=False):
+    for column, (name, goal, (colour, marker, dash)) in CURVES.items():
         behind = [float(row[column]) for row in rows]
         (line,) = axes.plot(images, behind, color=colour, marker=marker, linestyle=dash)
-        goal = axes.axhline(GOALS[column], color=colour, linestyle=dash, linewidth=0.8)
-        entries += [(line, name), (goal, f"the goal, {GOALS[column]:.0f} points")]
+        limit = axes.axhline(goal, color=colour, linestyle=dash, linewidth=0.8)
+        entries += [(line, name), (limit, f"the goal, {goal} points")]
     axes.set_xscale("log")
     axes.set_xticks(images, [f"{count:,}" for count in images])
     axes.minorticks_off()
