@@ -65,8 +65,12 @@ def main(model: Path, images: Path) -> None:
         serving = subprocess.Popen(up, stdout=subprocess.PIPE, text=True)
         assert serving.stdout is not None
         try:
-            while "It answers at" not in (line := serving.stdout.readline()):
+            for line in serving.stdout:
                 print(line, end="")
+                if "It answers at" in line:
+                    break
+            else:
+                sys.exit("The swarm did not start; its reason stands above.")
             with SwarmClient(f"http://127.0.0.1:{PORT}") as swarm:
                 for alive in range(HOSTS, 0, -1):
                     if alive < HOSTS:

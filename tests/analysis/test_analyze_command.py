@@ -12,7 +12,6 @@ from common import DIGITS_VIT
 from layershuffle.analysis import (
     ANALYSES,
     AnalysisSettings,
-    draw,
     run_analysis,
 )
 from layershuffle.analysis.subject import DoesNotApply
@@ -67,15 +66,6 @@ def test_files_of_an_analysis(everything, name):
     assert figures
     assert {file.replace(".svg", ".png") for file in figures} <= set(summary["files"])
     assert all(f'<img src="{file}"' in page for file in figures)
-
-
-@pytest.mark.parametrize("name", ANALYSES)
-def test_figures_are_drawn_again_from_the_tables(everything, name):
-    out = everything / name
-    pictures = draw(name, {path.name: path.read_text() for path in out.glob("*.csv")})
-    for file, picture in pictures.items():
-        assert picture == (out / file).read_bytes()
-        assert b"<dc:date>" not in picture
 
 
 def test_a_repeated_analysis_is_equal_and_replaces_the_first(everything):

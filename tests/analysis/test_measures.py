@@ -25,6 +25,7 @@ from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, running, with_hooks
 from layershuffle.data import Split
 from layershuffle.ground.errors import UsageError
+from layershuffle.models.stem_head import run_stem
 from refusals import refuses
 
 ORDER = ExecutionOrder(PERMUTED, DEPTH)
@@ -158,11 +159,18 @@ def test_attention_against_numpy_loops():
 # --- attribution ----------------------------------------------------------------------------------
 
 
+def split_of(model, labels):
+    subject = subject_of(model)
+    with torch.no_grad():
+        state, _ = run_stem(model, images(), forward=subject.logits)
+    return attribution.split_logits(subject, images(), labels=labels, stem_state=state, order=ORDER)
+
+
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NOT_AFFINE))
 def test_contributions_add_up_to_the_logit(name):
     model = FAMILIES[name].wrapped()
     labels = torch.tensor([0, 3, 4])
-    split = attribution.split_logits(subject_of(model), images(), labels=labels, order=ORDER)
+    split = split_of(model, labels)
     with torch.inference_mode(), running(model, ORDER):
         logits = logits_of(model(images()))
     expected = logits[range(3), labels] - logits.mean(1)
@@ -175,7 +183,7 @@ def test_a_blocks_contribution_from_the_models_own_weights():
     """timm ViT: update of the class token, centred, over the norm's deviation, through the head."""
     model = FAMILIES["timm-vit"].wrapped()
     labels = torch.tensor([0, 3, 4])
-    split = attribution.split_logits(subject_of(model), images(), labels=labels, order=ORDER)
+    split = split_of(model, labels)
     with torch.no_grad(), running(model, ORDER), ls.tap(model) as tap:
         model(images())
         states = [record.tensor[:, 0].double() for record in tap.records]

@@ -349,6 +349,8 @@ def test_random_slots_are_permutations_for_the_same_donors() -> None:
     assert str(MergePlan((2, 0), slots=(1, 0))) == "2:1,0:0"
     with refuses(UsageError):
         MergePlan((0, 1), slots=(0, 0)).check(2, 2)
+    with refuses(UsageError):
+        MergePlan(("average", 1)).check(2, 2)  # type: ignore[arg-type]
 
 
 def test_the_draws_are_uniform():

@@ -128,6 +128,17 @@ def test_nothing_to_score():
         evaluate_ensemble(donors, BATCHES, mode="sequential,arbitrary")
 
 
+def test_names_of_classes_are_compared_although_the_first_model_has_none():
+    unnamed, first, second = donors_of("hf-vit", count=3)
+    names = ("ant", "bee", "cat", "dog", "elk")
+    set_class_names(first, names)
+    set_class_names(second, names)
+    assert len(evaluate_ensemble([unnamed, first, second], BATCHES, num_orders=1)) == 1
+    set_class_names(second, names[::-1])
+    with refuses(UsageError):
+        evaluate_ensemble([unnamed, first, second], BATCHES)
+
+
 def test_members_whose_classes_stand_in_another_order_are_refused():
     """The mean of their logits would be of different classes."""
     first, second = donors_of("hf-vit", count=2)

@@ -8,7 +8,7 @@ import yaml
 from fixture import TINY, facts, run_rows, tell
 
 from layershuffle.cli import main
-from layershuffle.ground.errors import UsageError
+from layershuffle.ground.errors import SettingsError, UsageError
 from layershuffle.scoring.settings import EvalSettings
 from layershuffle.study.plan import check_plan, make_plan, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
@@ -110,6 +110,30 @@ def test_tasks_that_can_start(study, plan, tmp_path):
     (directory := tmp_path / "runs" / "merging-baseline").mkdir(exist_ok=True)
     (directory / "failure.txt").write_text("no")
     assert ready() is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"evaluate": {"modes": "arbitrary", "resize": "squash"}},
+        {"arms": [{"method": "baseline", "evaluate": {"skip_corrupt": True}}]},
+        {"arms": [{"method": "baseline", "evaluate": {"classes": "names.txt"}}]},
+        {"merging": [{"arms": ["baseline"], "options": {"resize": "crop"}}]},
+        {"analyses": [{"name": "norms", "arm": "baseline", "options": {"skip_corrupt": True}}]},
+    ],
+)
+def test_images_are_scored_as_they_were_trained_on(changed):
+    """Such a setting had no effect, or failed after the training."""
+    with refuses(UsageError):
+        make_plan(StudySettings(**{**TINY, "seeds": [0, 1], **changed}))
+    fit = {**TINY["fit"], "resize": "squash"}
+    run = make_plan(StudySettings(**{**TINY, "fit": fit})).runs[0]
+    assert run.evaluate.resize == "squash"
+
+
+def test_a_seed_is_named_once():
+    with refuses(SettingsError):
+        StudySettings(**{**TINY, "seeds": [0, 1, 0]})
 
 
 def test_the_plan_holds_the_recipe_alone(study, tmp_path):

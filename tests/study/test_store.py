@@ -123,15 +123,34 @@ def test_files_that_are_cut_off_are_refused(
         read_study(out)
 
 
-def test_facts_without_scores_and_scores_without_facts_are_refused(out: Path):
+def test_facts_without_scores_are_refused(out: Path):
     path = out / "results.csv"
     head, *rows = path.read_text().splitlines(keepends=True)
     path.write_text(head + "".join(row for row in rows if not row.startswith("layershuffle,0,")))
     with refuses(StudyError, out):
         read_study(out)
+
+
+def test_scores_without_facts_are_of_no_finished_run(out: Path):
+    """As after a kill between the two files."""
+    before = done(out)
     (out / "tasks.jsonl").unlink()
-    with refuses(StudyError, out):
-        write_report(out)
+    assert list(read_study(out).unfinished) == before
+
+
+def test_a_run_that_ends_while_a_study_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its scores are there, or its facts are not."""
+    out = write_study(tmp_path / "study", orders=2, undone=[RUN])
+
+    def ends_first(*words: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        task = run_of(out, RUN)
+        tell(out, RUN, **facts(task), rows=run_rows(task, 2))
+        return read_rows(*words, **more)
+
+    monkeypatch.setattr("layershuffle.study.store.read_rows", ends_first)
+    assert list(read_study(out).unfinished) == [RUN]
+    assert read_study(out).unfinished == {}
 
 
 @pytest.mark.parametrize(

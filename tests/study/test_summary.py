@@ -90,6 +90,49 @@ def test_table_1_has_the_differences_to_ordinary_training_in_order(tmp_path):
     assert {(row["Models"], row["Orders"]) for row in rows} == {("2", "1")}
 
 
+def test_an_arm_is_compared_with_the_baseline_of_its_length(tmp_path):
+    """Of two baselines, and not with the first one that has ended."""
+    arms = {"baseline": "baseline", "layershuffle": "layershuffle"}
+    out = write_study(
+        tmp_path,
+        arms=arms,
+        undone=[f"{arm}-seed0" for arm in arms],
+        more_arms=[
+            {"method": "baseline", "name": "long-baseline", "fit": {"steps": 6000}},
+            {"method": "layershuffle", "name": "long", "fit": {"steps": 6000}},
+            {"method": "layershuffle", "name": "short", "fit": {"steps": 50}},
+        ],
+    )
+    in_order = {"baseline": 90.0, "layershuffle": 80.0, "long": 85.0, "short": 60.0}
+
+    def differences():
+        rows = table_of(table_1(summarise(read_study(out))))
+        return {row["Method"]: row["To sequential baseline"] for row in rows}
+
+    for arm, top1 in in_order.items():
+        finish(out, f"{arm}-seed0", {("sequential", 12, "", FULL): top1})
+    others = {"baseline": "-", "LayerShuffle": "-10.00", "short": "-"}
+    assert differences() == {**others, "long": "-"}, "its baseline has not ended"
+    finish(out, "long-baseline-seed0", {("sequential", 12, "", FULL): 92.0})
+    assert differences() == {**others, "long": "-7.00", "long-baseline": "-"}
+
+
+def test_the_spread_in_table_2_is_over_models(out):
+    """Not over the orders of a model, of which each has two here."""
+    rows = [
+        row.model_copy(update={"order_seed": seed, "order": order, "top1": row.top1 + shift})
+        for row in merging_rows([70.0, 74.0], [66.0])
+        for seed, order, shift in ((0, "1,0", -3.0), (1, "0,1", 3.0))
+    ]
+    write_merging(out, "layershuffle", rows)
+    spreads = {
+        row["Models"]: (row["Lowest"], row["Highest"])
+        for row in table_of(merging_section(summarise(read_study(out)), no_figure))
+    }
+    assert spreads["LayerShuffle: single models"] == ("70.00", "74.00")
+    assert spreads["LayerShuffle: merges"] == ("63.00", "69.00"), "one model, so over its orders"
+
+
 def test_table_2_stands_beside_the_papers(out):
     write_merging(out, "layershuffle", merging_rows([70.0, 74.0], [66.0, 68.0, 70.0]))
     rows = table_of(merging_section(summarise(read_study(out)), no_figure))

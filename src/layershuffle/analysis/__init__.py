@@ -20,7 +20,7 @@ from layershuffle.ground.errors import UsageError
 from layershuffle.ground.machine import Device
 from layershuffle.ground.text import Progress, did_you_mean, unheard
 
-__all__ = ["ANALYSES", "AnalysisSettings", "draw", "find_analysis", "run_analysis"]
+__all__ = ["ANALYSES", "AnalysisSettings", "find_analysis", "run_analysis"]
 
 ANALYSES = {
     "umap": "Do a block's outputs show the position it ran at? UMAP (Figure 4)",
@@ -36,6 +36,7 @@ ANALYSES = {
 _MEANINGS = {
     "images": "number of test images",
     "orders": "number of orders in which the images ran",
+    "drawn blocks": "number of blocks that are drawn: all but those that keep their place",
     "image": "number of the image",
     "block": "number of the block in the model",
     "position": "place in the order at which the block ran, from 0",
@@ -79,6 +80,7 @@ def run_analysis(
     from layershuffle.analysis.results import SUMMARY, numbers_of, table_text
     from layershuffle.analysis.subject import open_subject
     from layershuffle.ground.files import listed_files, refuse_others, staged_directory, write_text
+    from layershuffle.ground.plotting import figure_bytes
 
     title = find_analysis(name)
     refuse_others(out, ours=listed_files(out / SUMMARY), kind="analysis")
@@ -91,7 +93,10 @@ def run_analysis(
     texts = {}
     for stem, table in measured.tables.items():
         texts[f"{stem}.csv"] = table_text(table)
-    pictures = draw(name, texts)
+    pictures = {}
+    for stem, figure in _module(name).figures(measured.tables).items():
+        for kind in ("svg", "png"):
+            pictures[f"{stem}.{kind}"] = figure_bytes(figure, kind)
     texts["numbers.csv"] = numbers.to_csv(index=False, float_format="%.6g", lineterminator="\n")
     answer = _module(name).answer(measured)
     meanings = {**_MEANINGS, **_module(name).MEANINGS}
@@ -113,22 +118,6 @@ def run_analysis(
         for file, text in texts.items():
             write_text(stage / file, text)
     return summary
-
-
-def draw(name: str, texts: Mapping[str, str]) -> dict[str, bytes]:
-    """The figures of an analysis by file name, drawn from the texts of its tables by file name."""
-    from pandas import read_csv
-
-    from layershuffle.ground.plotting import figure_bytes
-
-    tables = {}
-    for file, text in texts.items():
-        tables[Path(file).stem] = read_csv(io.StringIO(text))
-    pictures = {}
-    for stem, figure in _module(name).figures(tables).items():
-        for kind in ("svg", "png"):
-            pictures[f"{stem}.{kind}"] = figure_bytes(figure, kind)
-    return pictures
 
 
 def _page(

@@ -133,7 +133,7 @@ def measure(subject: Subject) -> Measurement:
     """attention.csv: block, position, distance (patches), even (share of the largest entropy).
 
     distance_half and even_half are half their 95 % intervals. Numbers: both at the first and the
-    last position, and how they change from one to the other.
+    last drawn position, and how they change from one to the other.
     """
     watch = AttentionWatch()
     drawn = subject.drawn
@@ -191,23 +191,24 @@ def _check_square(weights: Tensor, grid: tuple[int, int] | None) -> tuple[int, i
 MEANINGS = {
     "distance": "mean distance in patches from a patch to those that it looks at, by attention",
     "distance if even": "that distance if a patch looked at all patches alike",
-    "distance first": "distance of the blocks that run first",
-    "distance last": "distance of the blocks that run last",
+    "distance first": "distance at the first drawn position",
+    "distance last": "distance at the last drawn position",
     "distance change": "the last minus the first",
     "even": "entropy of attention over tokens, as a share of the largest: 1 is alike to all",
-    "even first": "evenness of the blocks that run first",
-    "even last": "evenness of the blocks that run last",
+    "even first": "evenness at the first drawn position",
+    "even last": "evenness at the last drawn position",
     "even change": "the last minus the first",
 }
 
 
 def answer(measured: Measurement) -> str:
-    """The answer in a sentence: distance and evenness at the first and at the last position."""
+    """The answer in a sentence: distance and evenness at the first and the last drawn position."""
     facts = measured.facts
     first = with_interval(facts, "distance_first", form=".2f")
     last = with_interval(facts, "distance_last", form=".2f")
     return (
-        f"The block that runs first looks {first} patches far and the one that runs last {last} "
+        f"The block at the first drawn position looks {first} patches far and the one at the last "
+        f"{last} "
         f"({facts['distance_if_even']:.2f} would be alike to all patches); evenness goes from "
         f"{100 * facts['even_first']:.0f} to {100 * facts['even_last']:.0f} % of the largest."
     )

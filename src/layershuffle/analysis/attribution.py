@@ -94,18 +94,15 @@ class LogitSplit:
 
 
 def split_logits(
-    subject: Subject, images: Tensor, *, labels: Tensor, order: ExecutionOrder
+    subject: Subject, images: Tensor, *, labels: Tensor, stem_state: Tensor, order: ExecutionOrder
 ) -> LogitSplit:
     """The parts of the right class's centred logit under `order`.
 
-    Raises `DoesNotApply` if they do not add up, because the head is not affine, and `StackError`
-    for a model that computes something between its blocks.
+    `stem_state`: the state of `images` before the first block. Raises `DoesNotApply` if the parts
+    do not add up, because the head is not affine.
     """
-    refuse_more_than_blocks(subject.model, images, forward=subject.logits)
     with torch.no_grad(), running(subject.model, order), tap(subject.model) as tapped:
         logit = _centred(subject.logits(images), labels)
-    with torch.no_grad():
-        stem_state, _ = run_stem(subject.model, images, forward=subject.logits)
     states = [stem_state, *(record.tensor for record in tapped.records)]
     # With a fixed scale of the final norm, everything after the blocks is affine in the last state:
     # its gradient projects every update, its value at zero is the constant.
@@ -155,7 +152,8 @@ def _check_sum(split: LogitSplit) -> None:
 def measure(subject: Subject) -> Measurement:
     """attribution.csv: block, position, contribution (to the centred logit of the right class).
 
-    contribution_half is half its 95 % interval.
+    contribution_half is half its 95 % interval. Raises `StackError` for a model that computes
+    something between its blocks.
     """
     subject.require_classes()
     drawn = subject.drawn
@@ -165,8 +163,14 @@ def measure(subject: Subject) -> Measurement:
     if len(drawn) < subject.depth:
         sums["ends"] = 0.0  # of the blocks that keep their place
     for batch in subject.batches():
+        if not runs:
+            refuse_more_than_blocks(subject.model, batch.images, forward=subject.logits)
+        with torch.no_grad():
+            stem_state, _ = run_stem(subject.model, batch.images, forward=subject.logits)
         for order in batch.orders:
-            split = split_logits(subject, batch.images, labels=batch.labels, order=order)
+            split = split_logits(
+                subject, batch.images, labels=batch.labels, stem_state=stem_state, order=order
+            )
             for position, (block, part) in enumerate(zip(order, split.blocks, strict=True)):
                 means.add(block, position, values=part, first=batch.first)
                 if block not in drawn:

@@ -159,9 +159,10 @@ def position_table(columns: Mapping[str, Floats], *, drawn: range, **labels: str
     return table
 
 
-def grid(table: DataFrame, name: str, *, row: str = "block", column: str = "position") -> Floats:
-    """The values `[row, column]` of one column of a table."""
-    values: Floats = table.pivot(index=row, columns=column, values=name).to_numpy(dtype=float)
+def grid(table: DataFrame, name: str) -> Floats:
+    """The values `[block, position]` of one column of a table."""
+    cells = table.pivot(index="block", columns="position", values=name)
+    values: Floats = cells.to_numpy(dtype=float)
     return values
 
 
@@ -214,12 +215,10 @@ def read_map(table: DataFrame, name: str, **words: Any) -> Map:
     return Map(values=grid(table, name), halves=grid(table, f"{name}_half"), first=first, **words)
 
 
-def draw_maps(
-    maps: Sequence[Map], *, y: str = "block", x: str = "position", columns: int = 2
-) -> Figure:
-    """A figure of heat maps in `columns` columns.
+def draw_maps(maps: Sequence[Map], *, columns: int = 2) -> Figure:
+    """A figure of heat maps in `columns` columns, block against position.
 
-    Cells with x == y, at which a block runs at its home position, are framed.
+    Cells at which a block runs at its home position are framed.
     """
     columns = min(columns, len(maps))
     lines = -(-len(maps) // columns)
@@ -232,7 +231,7 @@ def draw_maps(
     for axes, each in zip(panels, maps, strict=False):
         _draw_map(axes, each, written=written)
         style_axes(axes, f"{each.title}{': too few images' if each.colourless else ''}")
-        axes.set(xlabel=x, ylabel=y)
+        axes.set(xlabel="position", ylabel="block")
         axes.spines["bottom"].set_visible(False)
     # Five maps in two columns leave a sixth panel empty.
     for axes in panels[len(maps) :]:

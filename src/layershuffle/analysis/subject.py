@@ -86,7 +86,8 @@ class Batch:
 class Subject:
     """A wrapped model in eval mode on its device, and its data.
 
-    `counts`: how many test images there are, and in how many orders they ran.
+    `counts`: how many test images there are, in how many orders they ran, and how many blocks are
+    drawn.
     """
 
     model: nn.Module
@@ -146,7 +147,9 @@ class Subject:
             yield Batch(first=first, images=images, labels=labels, orders=drawn)
         if number < 0:
             raise DataError(f"The {split} split has no image", place=self.data.spec)
-        self.counts.update(images=part.size, orders=orders * (number + 1))
+        self.counts.update(
+            images=part.size, orders=orders * (number + 1), drawn_blocks=len(self.drawn)
+        )
 
     def clusters(self, *, by_batch: bool) -> NDArray[np.int64] | None:
         """Groups `[images, k]` of test images that may be wrong together; `None` for too few.

@@ -90,7 +90,7 @@ def measure(subject: Subject) -> Measurement:
         facts={
             "images": len(positions),
             "block": shown,
-            "blocks": len(drawn),
+            "drawn_blocks": len(drawn),
             "tokens": {token: _token_facts(blocks[blocks.token == token]) for token in features},
         },
     )
@@ -200,7 +200,6 @@ def _token_facts(blocks: DataFrame) -> Facts:
 MEANINGS = {
     "token": "whose output: the class token, or the mean over all tokens",
     "block": "the block; among the numbers, the one of the large figure",
-    "blocks": "number of blocks that are drawn",
     "shown": "1 for the block of the large figure",
     "x": "place of a point in the figure",
     "y": "place of a point in the figure",

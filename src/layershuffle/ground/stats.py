@@ -39,8 +39,7 @@ class Estimate:
     orders within a model, pooled over models. `sd_models`: standard deviation of the models'
     means. `None` where there are fewer than two values to spread. `low`, `high`: 95 % interval
     of `mean` over what `kind` names. `orders`: per model (the fewest, if they differ). `images`: as
-    how many independent images those of a model count, `None` if that was not said. `least`,
-    `most`: the lowest and highest single value.
+    how many independent images those of a model count, `None` if that was not said.
     """
 
     mean: float
@@ -52,8 +51,6 @@ class Estimate:
     models: int
     orders: int
     images: float | None
-    least: float
-    most: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +100,6 @@ def estimate(
     # By seed, so that the order of the mapping changes nothing.
     groups = [scores[seed] for seed in sorted(scores)]
     means = [mean(group) for group in groups]
-    values: list[float] = []
-    for group in groups:
-        values += group
     low, high, kind = _interval(means, groups, images, percent)
     return Estimate(
         mean=mean(means),
@@ -117,8 +111,6 @@ def estimate(
         models=len(groups),
         orders=min(map(len, groups)),
         images=images,
-        least=min(values),
-        most=max(values),
     )
 
 

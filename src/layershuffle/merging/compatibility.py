@@ -26,12 +26,13 @@ from layershuffle.models.onnx_models import ExportedModel
 from layershuffle.models.origin import origin_of, settings_of
 from layershuffle.models.position_files import forms_of
 
+_CLASSES = "names of the classes"
 _OF_TRAINING = ("method", "order policy", "data")
 # Fact -> what to do about it.
 _HINTS = {
     "base": "only models refined from one base can be merged (paper, section 4.4); with "
     "?pretrained=false every --seed makes another base, so save such a model once and refine that",
-    "names of the classes": "take models with the same classes in the same order; --classes FILE "
+    _CLASSES: "take models with the same classes in the same order; --classes FILE "
     "names those of models that name none",
     "ends, the blocks that keep their place": "train the donors with one --fixed",
     **dict.fromkeys(
@@ -81,23 +82,30 @@ def _check_agree(
     *,
     ignored: Sequence[str] = (),
 ) -> None:
-    """Raises `UsageError` for the first fact in which a donor differs from the first donor."""
+    """Raises `UsageError` for the first fact in which a donor differs from the first donor.
+
+    A head whose classes have no names is matched by index, as with data, so the names of classes
+    are compared with those of the first donor that has any.
+    """
+    facts = []
     for name, donor in zip(names, donors, strict=True):
         check_finite(donor, name)
-    first = facts_of(donors[0])
-    for name, donor in zip(names[1:], donors[1:], strict=True):
-        other = facts_of(donor)
-        for key in first | other:
-            ours = first.get(key)
+        facts.append(facts_of(donor))
+    named = 0
+    while named < len(donors) - 1 and facts[named].get(_CLASSES) is None:
+        named += 1
+    for name, other in zip(names[1:], facts[1:], strict=True):
+        for key in facts[0] | other:
+            against = named if key == _CLASSES else 0
+            ours = facts[against].get(key)
             theirs = other.get(key)
-            # A head whose classes have no names is matched by index, as with data.
-            unnamed = key == "names of the classes" and None in (ours, theirs)
+            unnamed = key == _CLASSES and theirs is None
             if ours != theirs and not unnamed and key not in ignored:
                 # Cut, because there may be a thousand classes.
                 first_value = str("not recorded" if ours is None else ours)[:200]
                 other_value = str("not recorded" if theirs is None else theirs)[:200]
                 raise UsageError(
-                    f"{names[0]} and {name} do not fit together: they differ in {key} "
+                    f"{names[against]} and {name} do not fit together: they differ in {key} "
                     f"({first_value} and {other_value})",
                     hint=_HINTS.get(key, _HINT),
                 )
@@ -132,7 +140,7 @@ def _answers(donor: nn.Module) -> dict[str, Any]:
         return {}  # a model of the user
     return {
         "number of classes": num_classes_of(donor),
-        "names of the classes": class_names_of(donor),
+        _CLASSES: class_names_of(donor),
         "image view": image_view(donor),
     }
 

@@ -67,11 +67,16 @@ class MergePlan:
                     f"fixed={fixed}, by which block {place} keeps its place",
                     hint="change only the slots between the ends",
                 )
-        for source in (*self.donors, self.stem, self.head):
-            if source not in ("average", "base", *range(num_donors)):
+        numbers = range(num_donors)
+        of_ends = ("average", "base", *numbers)
+        sources = [(source, numbers) for source in self.donors]
+        sources += [(self.stem, of_ends), (self.head, of_ends)]
+        for source, allowed in sources:
+            if source not in allowed:
                 raise UsageError(
                     f"{source!r} is not a donor",
-                    hint=f"there are {num_donors}, numbered from 0; ends may be average or base",
+                    hint=f"there are {num_donors}, numbered from 0; stem and head may be average "
+                    "or base",
                 )
 
     def __str__(self) -> str:

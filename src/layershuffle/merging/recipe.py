@@ -124,7 +124,8 @@ def merge_recipe(recipe: MergeRecipe, out: Path, *, overwrite: bool = False) -> 
         digests: dict[str, str] = {}
         if place is not None:
             for path in sorted(place.glob("*.safetensors")):
-                digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+                with path.open("rb") as file:
+                    digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
         donor["sha256"] = digests
     save(group.merge(plan), out, record=record)
     return record

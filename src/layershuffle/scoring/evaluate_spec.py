@@ -245,8 +245,7 @@ def score_rows(
     counts = split.independent(torch.stack([score.right for score in scores], dim=1))
     rows = []
     for score, count in zip(scores, counts, strict=True):
-        if score.mode is None:
-            continue
+        assert score.mode is not None  # drawn orders have one
         row = ScoreRow(
             method=method,
             seed=seed,

@@ -24,6 +24,12 @@ from layershuffle.training.settings import FitSettings
 PLAN_FILE = "plan.json"
 _SCHEMA = 1
 ANALYSIS_PASSES = 40  # measured 26 to 48, and 128 for UMAP
+# What a recipe says for the training alone -> what to do instead.
+_OF_TRAINING = {
+    "resize": "set it under fit: a model is scored on images prepared as in its training",
+    "skip_corrupt": "set it under fit, which reads all splits of the data",
+    "classes": "leave it out: the models of a study know the classes of their training data",
+}
 Key = TypeVar("Key", str, int)
 Choice = TypeVar("Choice")
 Scoring = TypeVar("Scoring", EvalSettings, MergingSettings, AnalysisSettings)
@@ -57,9 +63,8 @@ def make_plan(study: StudySettings) -> Plan:
     runs: list[RunSpec] = []
     for seed in dict.fromkeys(seeds):
         for arm in study.arms:
-            # A seed that an arm names twice makes two runs of one name, which are refused below.
-            count = study.arm_seeds(arm).count(seed)
-            runs += [_run(study, arm, seed)] * count
+            if seed in study.arm_seeds(arm):
+                runs.append(_run(study, arm, seed))
 
     models: dict[str, dict[int, RunSpec]] = {}
     for run in runs:
@@ -82,7 +87,7 @@ def make_plan(study: StudySettings) -> Plan:
     names = Counter(task.name for task in plan.tasks)
     for name, count in names.items():
         if count > 1:
-            hint = "name a seed and an arm of merges once, and give equal arms a name"
+            hint = "name an arm of merges or analyses once, and give equal arms a name"
             raise UsageError(f"The study has the task {name} twice", hint=hint)
     return plan
 
@@ -149,9 +154,18 @@ def _analysis(analysis: AnalysisTask, model: RunSpec) -> AnalysisSpec:
 
 
 def _with_data_settings(scoring: Scoring, settings: FitSettings) -> Scoring:
-    """`scoring` with the data settings of the training, so images are prepared the same way."""
-    names = {"resize", "skip_corrupt"} & type(scoring).model_fields.keys()
-    return scoring.model_copy(update={name: getattr(settings, name) for name in names})
+    """`scoring` with the data settings of the training, so images are prepared the same way.
+
+    Raises `UsageError` if it has others of its own.
+    """
+    usual = type(scoring)()
+    for name, hint in _OF_TRAINING.items():
+        if getattr(scoring, name, None) != getattr(usual, name, None):
+            cause = f"The recipe sets {name} for scores, mergings or analyses"
+            raise UsageError(cause, hint=hint)
+    return scoring.model_copy(
+        update={"resize": settings.resize, "skip_corrupt": settings.skip_corrupt}
+    )
 
 
 def run_name(label: str, seed: int) -> str:

@@ -2,8 +2,9 @@
 
 The same command may run on many machines that share the directory: their workers take tasks from
 one list (`study.worker`). It may be killed at any moment: started again, it does not repeat
-finished tasks, and continues the others from their checkpoints. A failed task is reported, the
-tasks that need it are held back, the others run.
+finished tasks, and trainings continue from their checkpoints; scores, mergings and analyses that
+had not ended start again. A failed task is reported, the tasks that need it are held back, the
+others run.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.ground.settings import KeysOf, Name, Positive, Seed, Settings
@@ -13,7 +13,16 @@ from layershuffle.scoring.settings import EvalSettings
 from layershuffle.training.settings import FitSettings
 
 Names = Annotated[tuple[Name, ...], Field(min_length=1)]
-Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
+
+
+def _once(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    """The seeds. Raises `ValueError` if one is there twice: its results would be counted twice."""
+    if len(set(seeds)) < len(seeds):
+        raise ValueError("name every seed once")
+    return seeds
+
+
+Seeds = Annotated[tuple[Seed, ...], Field(min_length=1), AfterValidator(_once)]
 
 
 class Arm(Settings):

@@ -73,12 +73,6 @@ def read_study(out: Path) -> Study:
     settings = read_plan(out)
     plan = make_plan(settings)
     stored = read_stored(out)
-    if stored.rows and not stored.facts:
-        raise StudyError(
-            f"This directory holds scores, but no {TASKS_FILE} with the facts of their runs",
-            place=out,
-            hint="run the recipe again elsewhere: layershuffle reproduce RECIPE --out DIR",
-        )
     _refuse_lost_rows(plan, stored, out)
     runs = []
     for run in plan.runs:
@@ -146,6 +140,8 @@ def read_facts(out: Path) -> dict[str, dict[str, Any]]:
 
 def read_stored(out: Path) -> Stored:
     """Everything in the files of the study in `out`. Raises `StudyError` or `DataError`."""
+    # First: a task that ends meanwhile writes its rows before its facts, so those here have rows.
+    facts = read_facts(out)
     rows: dict[str, list[Any]] = {}
     scores = out / SCORES_FILE
     if scores.is_file():
@@ -156,7 +152,7 @@ def read_stored(out: Path) -> Stored:
         for merge in read_rows(merges, MergingRow, hint=RESTORE):
             rows.setdefault(f"merging-{merge.arm}", []).append(merge)
     grouped = {name: tuple(group) for name, group in rows.items()}
-    return Stored(place=out / TASKS_FILE, facts=read_facts(out), rows=grouped)
+    return Stored(place=out / TASKS_FILE, facts=facts, rows=grouped)
 
 
 def record(task: Task[Any], out: Path, *, say: Say) -> None:

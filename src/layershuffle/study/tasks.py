@@ -7,7 +7,6 @@ its result, `task.read(stored)` takes the same result from the files of the stud
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
@@ -304,7 +303,7 @@ class AnalysisSpec(Task[AnalysisResult]):
 
         started = time.monotonic()
         files = self.directory(out) / "files"
-        run_analysis(
+        answer = run_analysis(
             self.kind,
             self.model.model(out),
             data_spec=self.model.settings.data,
@@ -312,7 +311,6 @@ class AnalysisSpec(Task[AnalysisResult]):
             out=files,
             progress=lambda what, done, total: say(what, done / total),
         )
-        answer = json.loads((files / "summary.json").read_text(encoding="utf-8"))
         (out / FIGURES).mkdir(exist_ok=True)
         for picture in files.glob("*.png"):
             shutil.copy(picture, out / FIGURES / f"{self.name}-{picture.name}")

@@ -22,7 +22,7 @@ from layershuffle.ground.plotting import (
 )
 from layershuffle.ground.stats import Estimate, mean
 from layershuffle.study.paper.numbers import PaperNumber
-from layershuffle.study.paper.summary import ScoreCell, Summary, label
+from layershuffle.study.paper.summary import ScoreCell, Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +76,7 @@ def draw_bars(summary: Summary) -> Figure:
                 colour = arm_style(summary, arm)[0]
                 axes.barh(height, width, height=0.36, color=colour, alpha=alpha)
                 axes.text(width + 1, height, f"{width:.1f}{words}", va="center", fontsize=8)
-    axes.set_yticks(range(len(arms)), [label(arm) for arm in arms], parse_math=False)
+    axes.set_yticks(range(len(arms)), [summary.name(arm) for arm in arms], parse_math=False)
     axes.set(xlim=(0, 116), ylim=(len(arms) - 0.5, -0.5), xticks=range(0, 101, 20))
     axes.set_xlabel("images of 100 right", color=INK)
     return figure
@@ -131,7 +131,7 @@ def _draw_panel(axes: Axes, summary: Summary, mode: str, arms: Sequence[str]) ->
         style = arm_style(summary, arm)
         if cells:
             line = {cell.kept + shift: cell.top1 for cell in cells}
-            entries[label(arm)] = _draw_line(axes, line, style=style, name=arm)
+            entries[summary.name(arm)] = _draw_line(axes, line, style=style, name=arm)
         for cell in cells:
             number = summary.paper(arm, mode, kept=cell.kept)
             if number is not None:

@@ -138,7 +138,7 @@ def headline(summary: Summary) -> str:
     parts: list[str] = []
     named = [arm for arm in unique(["baseline", "layershuffle", best]) if arm in scores]
     for arm in named:
-        name = "the ordinary model" if arm == "baseline" else label(arm)
+        name = "the ordinary model" if arm == "baseline" else summary.name(arm)
         score = f"{scores[arm]:.1f}" if scores[arm] < 10 else f"{scores[arm]:.0f}"
         if parts:
             parts.append(f"{name} on {score}")
@@ -162,7 +162,7 @@ def main_difference(summary: Summary) -> str:
         return ""
     gap = compare(ours, base)
     if math.isinf(gap.low):
-        return "There is one model of each: only more seeds show what is chance."
+        return f"LayerShuffle and the ordinary model, shuffled, differ by {gap}."
     points = f"{gap.points:.1f} points ({gap.low:.1f} to {gap.high:.1f})"
     chance = ": that may be chance" if gap.low <= 0 <= gap.high else ""
     return f"LayerShuffle and the ordinary model, shuffled, differ by {points}{chance}."
@@ -196,7 +196,9 @@ def _analysis_sections(study: Study, out: Path) -> list[str]:
         rows = numbers.setdefault(result.title, {})
         for number in numbers_of(result.facts):
             row = rows.setdefault(number["name"], {})
-            row[task.model.name] = f"{number['value']:.6g}"
+            row[task.model.name] = _number_text(
+                number["value"], low=number["low"], high=number["high"]
+            )
     sections = []
     for title, pictures in figures.items():
         rows = numbers[title]
@@ -212,6 +214,12 @@ def _analysis_sections(study: Study, out: Path) -> list[str]:
             cells.append(cell)
         sections.append(section(title, *pictures, grid(("Number", *models), cells)))
     return sections
+
+
+def _number_text(value: float, *, low: float, high: float) -> str:
+    """A number of an analysis with its interval; whole numbers, as those of images, in full."""
+    text = f"{value:.0f}" if value.is_integer() else f"{value:.3g}"
+    return f"{text} ({low:.3g} to {high:.3g})" if math.isfinite(low) else text
 
 
 def _selection(study: Study) -> list[str]:

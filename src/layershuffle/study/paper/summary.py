@@ -67,7 +67,7 @@ class Summary:
                 ends = max(ends, sum(run.fixed))
         if not ends or not self.depth:
             return label(arm)
-        return f"{label(arm)}, {self.depth - ends} of {self.depth} drawn"
+        return f"{label(arm)} ({self.depth - ends} of {self.depth} drawn)"
 
     def cell(self, arm: str, mode: str, *, kept: int | None = None) -> ScoreCell | None:
         """The cell for the main table and the figure: one order per pass before one per batch.

@@ -191,7 +191,7 @@ def table_1(summary: Summary) -> str:
             if number is not None and paper_base is not None and number is not paper_base:
                 papers_gap = f"{number.value - paper_base.value:+.2f}"
             row = (
-                label(arm),
+                summary.name(arm),
                 mode,
                 str(cell.top1.models),
                 str(cell.top1.orders),
@@ -214,27 +214,34 @@ def table_1(summary: Summary) -> str:
     return section(
         "Table 1: what arbitrary order costs",
         "Points of top-1. Differences to the baseline run in sequential order are what "
-        "compares across data sets; they are paired over the seeds that both have. The spread "
-        "over models (seeds) is given here, that over the orders of a model with the means "
+        "compares across data sets; they are paired over the seeds that both have. An arm is "
+        "compared with the baseline of as many steps, or with the only one that there is. The "
+        "spread over models (seeds) is given here, that over the orders of a model with the means "
         "above: the paper prints one +- without saying which.",
         grid(head, rows),
     )
 
 
 def _baseline(summary: Summary, arm: str) -> ScoreCell | None:
-    """The baseline in sequential order that started from the same model as the arm.
+    """The baseline in sequential order that an arm is compared with; `None` if none is its own.
 
-    Arms may start from different models (CIFAR-100 refines two), each with its own baseline.
+    It started from the same model as the arm (CIFAR-100 refines two), and was trained for as many
+    steps, or is the only one. It follows from the recipe, so that a difference does not change
+    while a study runs.
     """
     settings = {}
-    for task, _ in summary.study.runs:
+    for task in summary.study.plan.runs:
         settings[task.row] = task.settings
-    if arm not in settings:
-        return None
+    own = settings[arm]
+    baselines = []
+    as_long = []
     for other, candidate in settings.items():
-        if candidate.method == "baseline" and candidate.model == settings[arm].model:
-            return summary.cell(other, "sequential")
-    return None
+        if candidate.method == "baseline" and candidate.model == own.model:
+            baselines.append(other)
+            if (candidate.steps, candidate.epochs) == (own.steps, own.epochs):
+                as_long.append(other)
+    fitting = as_long or baselines
+    return summary.cell(fitting[0], "sequential") if len(fitting) == 1 else None
 
 
 def _difference_text(cell: ScoreCell, base: ScoreCell | None) -> str:
@@ -274,7 +281,7 @@ def curves_section(summary: Summary, draw: DrawFigure) -> str:
                 # What no choice was made for stands once, beside the first choice.
                 is_chosen = any(cell.choose == choose for cell in curve)
                 if curve and (is_chosen or choose == summary.choose):
-                    rows.append((label(arm), mode, which, *_curve_texts(curve, levels)))
+                    rows.append((summary.name(arm), mode, which, *_curve_texts(curve, levels)))
     head = ("Arm", "Order", "Blocks kept", *(f"{kept} kept" for kept in levels))
     return section(
         "Figures 1b and 1c: accuracy against blocks kept",
@@ -307,7 +314,7 @@ def merging_section(summary: Summary, draw: DrawFigure) -> str:
     for task, result in summary.study.mergings:
         for group in group_rows(result.rows).values():
             first = group[0]
-            name = f"{label(task.arm)}: {_KINDS[first.kind]}"
+            name = f"{summary.name(task.arm)}: {_KINDS[first.kind]}"
             # The name of a single model is its directory.
             if first.kind != "donor" and first.name:
                 name += f", {first.name}"
@@ -319,10 +326,11 @@ def merging_section(summary: Summary, draw: DrawFigure) -> str:
         return ""
     return section(
         "Table 2 and Figure 5: merges, soups and ensembles",
-        "The models of an arm differ in their seed alone. A single model's score is its mean over "
-        "the drawn orders, so its spread is over models; a merge has one order, so the spread of "
-        "merges is over merges and orders together, as in the paper. The greedy soup is chosen on "
-        "held-out data.",
+        "The models of an arm differ in their seed alone. In a row of several models, sd, lowest, "
+        "highest and 95 % are over the models, each the mean over its orders; in a row of one they "
+        "are over its orders, and with one order 95 % is over images. A merge has one order, so "
+        "the spread of merges is over merges and orders together, as in the paper; their 95 % is "
+        "that of more merges of these donors. The greedy soup is chosen on held-out data.",
         draw(
             "figure5",
             "Every merge is one dot, none is left out; beside them the models that the blocks came "
@@ -338,6 +346,9 @@ def _merging_cells(arm: str, rows: Sequence[MergingRow]) -> tuple[str, ...]:
     first = rows[0]
     top1 = score_of(rows)
     top5 = score_of(rows, "top5")
+    values = list(map(mean, by_model(rows).values()))
+    if len(values) == 1:
+        values = [row.top1 for row in rows]
     paper_top1 = paper_top5 = gap = NONE
     for number in MERGES:
         # The paper reports one variant of each kind, so only our main variant has a counterpart.
@@ -351,8 +362,8 @@ def _merging_cells(arm: str, rows: Sequence[MergingRow]) -> tuple[str, ...]:
         str(top1.models),
         f"{top1.mean:.2f}",
         _spread_text(top1),
-        f"{top1.least:.2f}",
-        f"{top1.most:.2f}",
+        f"{min(values):.2f}",
+        f"{max(values):.2f}",
         interval_text(top1),
         f"{top5.mean:.2f}",
         _spread_text(top5),
