@@ -224,7 +224,7 @@ def run_claim(
             claim=claim.text,
             date=time.strftime("%Y-%m-%d"),
             command=f"python benchmarks/{Path(file).name}",
-            hardware=hardware(claim.precision),
+            hardware=hardware(claim.precision, device="auto"),
             versions=versions(),
             rows=(),
         )

@@ -139,7 +139,7 @@ def bench(kind: Literal["train", "eval"], config: BenchConfig) -> BenchReport:
         model=config.model,
         batch_size=config.batch_size,
         orders_per_batch=config.orders_per_batch,
-        hardware=hardware(config.precision),
+        hardware=hardware(config.precision, device=config.device),
         rates=tuple(config.batch_size / sum(step.values()) for step in timed),
         blocks={**compiler.report(), "recompiles": compiler.graphs - graphs},
         # The higher of two, because other work on the machine may have slowed one of them.

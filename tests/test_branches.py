@@ -108,6 +108,49 @@ def test_blocks_without_such_layers_are_refused_and_stay() -> None:
         ls.Method("anyorder").loss(model, images(), torch.zeros(2, dtype=torch.long), step=0)
 
 
+class Called(nn.Module):
+    """A model that calls its blocks as `call(block, state)`."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, WIDTH, 8, 8), nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleList(Plain() for _ in range(DEPTH))
+        self.call = call
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        state = self.stem(pixels).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            state = self.call(block, state)
+        logits: Tensor = self.head(state.mean(1))
+        return logits
+
+
+class Plain(nn.Module):
+    """A block of one linear layer, whose state may be in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.layer(x) if isinstance(x, Tensor) else (x[0] + self.layer(x[0]),)
+
+
+def test_a_block_that_is_called_by_keyword() -> None:
+    model = Called(lambda block, state: block(x=state))
+    before = [block.layer.weight.clone() for block in model.blocks]
+    ls.Method("anyorder").prepare(model, images())
+    for place, weight in enumerate(before):
+        factor = 0.1 if 0 < place < DEPTH - 1 else 1.0
+        assert torch.equal(ls.blocks_of(model)[place].layer.weight, weight * factor)
+
+
+def test_a_state_that_is_no_tensor_is_refused() -> None:
+    model = Called(lambda block, state: block((state,))[0])
+    with pytest.raises(ls.StackError, match="branch_scale"):
+        ls.Method("anyorder").prepare(model, images())
+
+
 def test_a_model_that_is_trained_again_keeps_its_weights(tmp_path: Path) -> None:
     """Also as a copy, from a file, and when it was trained by another method for drawn orders."""
     method = ls.Method("anyorder", branch_scale=0.5)

@@ -7,7 +7,7 @@ import torch
 
 from layershuffle.core.tensors import in_float64
 from layershuffle.ground.errors import SettingsError, UsageError
-from layershuffle.ground.machine import choose_precision, device_of
+from layershuffle.ground.machine import choose_precision, device_of, hardware
 from layershuffle.training.settings import FitSettings
 from refusals import refuses
 
@@ -32,6 +32,14 @@ def test_a_gpu_by_its_number_is_the_one_that_cuda_means(two_gpus: list[int]) -> 
     assert two_gpus == [1]
     with refuses(UsageError):
         device_of("cuda:2")
+
+
+def test_a_record_names_the_device_of_its_computation(
+    two_gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    assert hardware("fp32", device="cpu")["gpu"] is None
+    assert hardware("fp32", device="cuda")["gpu"] == "H200"
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

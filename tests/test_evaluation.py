@@ -211,6 +211,26 @@ def test_a_model_without_a_classifier_has_no_accuracy():
         evaluate(model, [(torch.zeros(1, 3, 32, 32), torch.tensor([0]))], modes="sequential")
 
 
+def test_a_head_around_a_backbone_without_one_is_scored():
+    class Probe(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = VIT.plain()
+            self.backbone.reset_classifier(0)
+            self.head = torch.nn.Linear(self.backbone.embed_dim, CLASSES)
+
+        def forward(self, pixels):
+            return self.head(self.backbone(pixels))
+
+    assert len(evaluate(ls.wrap(Probe()), BATCHES, modes="sequential")) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"draw": "batches"}, {"num_orders": 0}])
+def test_draws_that_mean_nothing_are_refused(wrong):
+    with refuses(UsageError):
+        evaluate(VIT.wrapped(), BATCHES, modes="sequential,arbitrary", **wrong)
+
+
 def test_a_fixed_order_is_replayed():
     model = VIT.wrapped()
     drawn = evaluate(model, BATCHES, modes=parse_modes("arbitrary"), num_orders=2, seed=3)[1]

@@ -88,7 +88,7 @@ def test_the_options_of_a_method_are_settings_of_fit() -> None:
 def test_options_reach_the_policy(name: str, kind: Any) -> None:
     rounds = {"parallel": (1, 3), "sequential_every": 5}
     options = {"max_parallel": 3, "sequential_every": 5}
-    assert Method(name, min_kept=2, **options).policy == kind(depth=(2, None), **rounds)
+    assert Method(name, min_kept=2, **options).policy == kind(kept=(2, None), **rounds)
     dropping = LayerDrop(0.3, **rounds) if kind is Sequential else Shuffled(drop=0.3, **rounds)
     assert Method(name, block_drop=0.3, **options).policy == dropping
     assert Method(name, max_parallel=3).policy == kind(parallel=(1, 3))

@@ -33,8 +33,8 @@ EVERY_POLICY: dict[str, OrderPolicy] = {
     "sequential": ls.Sequential(),
     "shuffled": ls.Shuffled(),
     "shuffled drop": ls.Shuffled(drop=0.3),
-    "shuffled depth": ls.Shuffled(depth=(3, None)),
-    "shuffled depth range": ls.Shuffled(depth=(2, 5)),
+    "shuffled kept": ls.Shuffled(kept=(3, None)),
+    "shuffled kept range": ls.Shuffled(kept=(2, 5)),
     "layerdrop": ls.LayerDrop(0.2),
     "kept": ls.Kept(5),
     "kept arbitrary": ls.Kept(5, order="arbitrary"),
@@ -47,9 +47,9 @@ EVERY_POLICY: dict[str, OrderPolicy] = {
     "shuffled rounds": ls.Shuffled(parallel=(1, 4)),
     "shuffled, some sequential": ls.Shuffled(sequential_every=3),
     "shuffled drop rounds": ls.Shuffled(drop=0.3, parallel=(1, 4)),
-    "shuffled depth rounds": ls.Shuffled(depth=(3, None), parallel=(1, 4)),
-    "sequential depth": ls.Sequential(depth=(3, None)),
-    "sequential depth rounds": ls.Sequential(depth=(3, None), parallel=(1, 4)),
+    "shuffled kept rounds": ls.Shuffled(kept=(3, None), parallel=(1, 4)),
+    "sequential kept": ls.Sequential(kept=(3, None)),
+    "sequential kept rounds": ls.Sequential(kept=(3, None), parallel=(1, 4)),
     "layerdrop rounds": ls.LayerDrop(0.2, parallel=(1, 4)),
     "layerdrop, some whole": ls.LayerDrop(0.2, sequential_every=3),
     "kept twice": ls.Kept(3, order="arbitrary", passes=2),
@@ -80,8 +80,8 @@ GOLDEN = {
     "sequential": ("0,1,2,3,4,5,6,7,8,9,10,11", "0,1,2,3,4,5,6,7,8,9,10,11"),
     "shuffled": ("3,2,9,6,5,8,7,1,10,11,4,0", "1,9,7,10,8,5,6,4,0,11,3,2"),
     "shuffled drop": ("3,2,9,6,5,8,7,1,11,4,0", "1,9,7,8,0,11,3"),
-    "shuffled depth": ("3,2,9,6,5,8", "1,9,7,10,8,5"),
-    "shuffled depth range": ("3,2,9,6,5", "1,9,7,10,8"),
+    "shuffled kept": ("3,2,9,6,5,8", "1,9,7,10,8,5"),
+    "shuffled kept range": ("3,2,9,6,5", "1,9,7,10,8"),
     "layerdrop": ("0,1,4,5,6,7,8,9,10,11", "1,3,4,5,6,8,9,10,11"),
     "kept": ("2,3,5,6,9", "1,7,8,9,10"),
     "kept arbitrary": ("3,2,9,6,5", "1,9,7,10,8"),
@@ -94,9 +94,9 @@ GOLDEN = {
     "shuffled rounds": ("3+2+9+6,5+8+7+1,10,11+4+0", "1+9+7+10,8+5+6+4,0+11,3+2"),
     "shuffled, some sequential": ("0,1,2,3,4,5,6,7,8,9,10,11", "1,9,7,10,8,5,6,4,0,11,3,2"),
     "shuffled drop rounds": ("3+2,9+6+5+8,7,1+11+4,0", "1,9,7+8,0+11+3"),
-    "shuffled depth rounds": ("3+2+9+6,5,8", "1+9+7+10,8+5"),
-    "sequential depth": ("2,3,5,6,8,9", "1,5,7,8,9,10"),
-    "sequential depth rounds": ("2+3+5+6,8,9", "1+5+7+8,9+10"),
+    "shuffled kept rounds": ("3+2+9+6,5,8", "1+9+7+10,8+5"),
+    "sequential kept": ("2,3,5,6,8,9", "1,5,7,8,9,10"),
+    "sequential kept rounds": ("2+3+5+6,8,9", "1+5+7+8,9+10"),
     "layerdrop rounds": ("0+1+4+5,6,7+8+9+10,11", "1+3+4+5,6+8,9+10+11"),
     "layerdrop, some whole": ("0,1,2,3,4,5,6,7,8,9,10,11", "1,3,4,5,6,8,9,10,11"),
     "kept twice": ("3,2,9,3,2,9", "1,9,7,1,9,7"),
@@ -147,7 +147,7 @@ def test_chosen_blocks_in_uniform_order(choose: Any, blocks: tuple[int, ...]) ->
 
 @pytest.mark.parametrize(("low", "high"), [(3, None), (3, 12), (2, 5), (4, 4)])
 def test_number_kept_is_uniform(low: int, high: int | None) -> None:
-    seen = list(draws(ls.Shuffled(depth=(low, high)), 12))
+    seen = list(draws(ls.Shuffled(kept=(low, high)), 12))
     numbers = list(range(low, (high or 12) + 1))
     if len(numbers) > 1:
         assert_uniform(Counter(map(len, seen)), numbers)
@@ -219,8 +219,8 @@ def test_ends_keep_their_place_and_the_others_are_uniform(fixed: tuple[int, int]
     "policy",
     [
         ls.Shuffled(drop=0.6, fixed=(2, 1), parallel=(1, 4)),
-        ls.Shuffled(depth=(3, None), fixed=(2, 1), parallel=(2, 3)),
-        ls.Sequential(depth=(3, 6), fixed=(2, 1), parallel=(1, 4)),
+        ls.Shuffled(kept=(3, None), fixed=(2, 1), parallel=(2, 3)),
+        ls.Sequential(kept=(3, 6), fixed=(2, 1), parallel=(1, 4)),
         ls.LayerDrop(0.6, fixed=(2, 1), parallel=(1, 4), sequential_every=5),
         ls.Kept(5, order="arbitrary", fixed=(2, 1), parallel=(1, 3)),
         ls.Kept(5, choose="last", passes=3, fixed=(2, 1), parallel=(3, 3)),
@@ -236,7 +236,7 @@ def test_ends_run_in_every_order_alone(policy: OrderPolicy) -> None:
 
 
 def test_a_number_of_blocks_counts_the_ends() -> None:
-    lengths = Counter(map(len, draws(ls.Shuffled(depth=(2, None), fixed=(1, 1)), 6)))
+    lengths = Counter(map(len, draws(ls.Shuffled(kept=(2, None), fixed=(1, 1)), 6)))
     assert_uniform(lengths, [2, 3, 4, 5, 6])
     assert {order.blocks for order in draws(ls.Kept(2, fixed=(1, 1)), 6, count=9)} == {(0, 5)}
     # Dropped are only those between; one of them stays.
@@ -277,8 +277,8 @@ def test_spaced_against_fractions(depth: int, data: st.DataObject) -> None:
 def test_a_record_has_the_name_and_the_options_that_are_given() -> None:
     assert policy_to_json(ls.Shuffled()) == {"policy": "shuffled"}
     assert policy_to_json(ls.LayerDrop(0.3)) == {"policy": "layerdrop", "p": 0.3}
-    ranged = json.dumps(policy_to_json(ls.Shuffled(depth=(3, None), parallel=[1, 4])))
-    assert json.loads(ranged) == {"policy": "shuffled", "depth": [3, None], "parallel": [1, 4]}
+    ranged = json.dumps(policy_to_json(ls.Shuffled(kept=(3, None), parallel=[1, 4])))
+    assert json.loads(ranged) == {"policy": "shuffled", "kept": [3, None], "parallel": [1, 4]}
     fixed = policy_to_json(ls.Fixed(ls.ExecutionOrder.parse("1,0", depth=2)))
     assert fixed["order"] == {"blocks": (1, 0), "depth": 2, "versions": None}
     ends = policy_to_json(ls.Shuffled(fixed=[1, 1]))  # type: ignore[arg-type]
@@ -350,11 +350,11 @@ def test_options_compose(
     whole = every is not None and (step + micro_batch) % every == 0
     pairs: list[tuple[OrderPolicy, OrderPolicy]] = [
         (ls.Sequential(**rounds), ls.Sequential()),
-        (ls.Sequential(depth=(least, None), **rounds), ls.Sequential(depth=(least, None))),
+        (ls.Sequential(kept=(least, None), **rounds), ls.Sequential(kept=(least, None))),
         (ls.LayerDrop(p, **rounds), ls.LayerDrop(p)),
         (ls.Shuffled(**rounds), ls.Shuffled()),
         (ls.Shuffled(drop=p, **rounds), ls.Shuffled(drop=p)),
-        (ls.Shuffled(depth=(least, None), **rounds), ls.Shuffled(depth=(least, None))),
+        (ls.Shuffled(kept=(least, None), **rounds), ls.Shuffled(kept=(least, None))),
     ]
     for policy, plain in pairs:
         order, blocks = policy.draw(12, **name), plain.draw(12, **name).blocks
@@ -364,7 +364,7 @@ def test_options_compose(
         assert order.blocks == blocks
         if not isinstance(policy, ls.Shuffled):
             assert blocks == tuple(sorted(blocks))
-        if "depth" in str(policy) and "depth=None" not in str(policy):
+        if "kept" in str(policy) and "kept=None" not in str(policy):
             assert len(blocks) >= least
         low, high = rounds["parallel"] or (1, 1)
         assert order.rounds is not None
@@ -407,16 +407,16 @@ BAD: dict[str, Callable[[], object]] = {
     "drop text": lambda: ls.Shuffled(drop="a"),  # type: ignore[arg-type]
     "p 1": lambda: ls.LayerDrop(1),
     "p None": lambda: ls.LayerDrop(None),  # type: ignore[arg-type]
-    "drop and depth": lambda: ls.Shuffled(drop=0.1, depth=(1, 2)),
-    "depth number": lambda: ls.Shuffled(depth=3),  # type: ignore[arg-type]
-    "depth single": lambda: ls.Shuffled(depth=(3,)),  # type: ignore[arg-type]
-    "depth text": lambda: ls.Shuffled(depth=("3", 4)),  # type: ignore[arg-type]
-    "depth beyond": _draw(ls.Shuffled(depth=(3, 13))),
-    "depth from 0": _draw(ls.Shuffled(depth=(0, 3))),
-    "depth reversed": _draw(ls.Shuffled(depth=(5, 4))),
-    "kept beyond": _draw(ls.Kept(13)),
+    "drop and kept": lambda: ls.Shuffled(drop=0.1, kept=(1, 2)),
+    "kept number": lambda: ls.Shuffled(kept=3),  # type: ignore[arg-type]
+    "kept single": lambda: ls.Shuffled(kept=(3,)),  # type: ignore[arg-type]
+    "kept text": lambda: ls.Shuffled(kept=("3", 4)),  # type: ignore[arg-type]
+    "kept beyond": _draw(ls.Shuffled(kept=(3, 13))),
+    "kept from 0": _draw(ls.Shuffled(kept=(0, 3))),
+    "kept reversed": _draw(ls.Shuffled(kept=(5, 4))),
+    "kept policy beyond": _draw(ls.Kept(13)),
     "kept 0": _draw(ls.Kept(0)),
-    "kept text": lambda: ls.Kept("3"),  # type: ignore[arg-type]
+    "kept policy text": lambda: ls.Kept("3"),  # type: ignore[arg-type]
     "kept order": lambda: ls.Kept(3, order="random"),  # type: ignore[arg-type]
     "kept choice": lambda: ls.Kept(3, choose="best"),  # type: ignore[arg-type]
     "parallel number": lambda: ls.Shuffled(parallel=3),  # type: ignore[arg-type]
@@ -429,7 +429,7 @@ BAD: dict[str, Callable[[], object]] = {
     "ends negative": lambda: ls.Kept(3, fixed=(1, -1)),
     "ends everywhere": _draw(ls.Shuffled(fixed=(6, 6))),
     "fewer than the ends": _draw(ls.Kept(2, fixed=(2, 1))),
-    "depth below the ends": _draw(ls.Shuffled(depth=(2, None), fixed=(2, 1))),
+    "kept below the ends": _draw(ls.Shuffled(kept=(2, None), fixed=(2, 1))),
     "fixed list": lambda: ls.Fixed([1, 0]),  # type: ignore[arg-type]
     "fixed other depth": _draw(ls.Fixed(ls.ExecutionOrder((0,), 3))),
     "sequential 0": _draw(ls.Sequential(), 0),

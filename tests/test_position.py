@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -383,6 +384,11 @@ def test_unknown_width_is_refused() -> None:
 def test_class_tokens_are_known() -> None:
     without = {name for name, family in FAMILIES.items() if not has_class_token(family.wrapped())}
     assert without == {"timm-xcit", "timm-mixer", "hf-siglip"}
+    registers = timm.create_model(
+        "vit_medium_patch16_reg4_gap_256", img_size=32, depth=2, num_classes=5
+    )
+    assert registers.num_prefix_tokens == 4
+    assert not has_class_token(ls.wrap(registers))
 
 
 def test_a_second_forward_does_not_double_the_loss() -> None:

@@ -67,6 +67,17 @@ def test_settings_that_differ() -> None:
     assert settings_of("timm:vit_tiny_patch16_224") == {}
 
 
+def test_settings_are_those_in_force(tmp_path: Path) -> None:
+    """Not those that were typed: a preset's own value is the same as that value."""
+    words = ["--model", DIGITS_VIT, "--data", DATA, "--steps", "1", "--batch-size", "4"]
+    given = ["--fixed", "1,1", "--branch-scale", "0.1"]
+    assert main(["fit", *words, "--out", str(tmp_path / "a")]) == 0
+    assert main(["fit", *words, *given, "--out", str(tmp_path / "b")]) == 0
+    assert settings_of(str(tmp_path / "a"))["fixed"] == [1, 1]
+    assert settings_of(str(tmp_path / "a")) == settings_of(str(tmp_path / "b"))
+    assert settings_of(str(tmp_path / "a")) == settings_of(str(tmp_path / "a" / "model"))
+
+
 def test_two_models_as_evaluate_scores_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

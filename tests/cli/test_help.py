@@ -242,7 +242,7 @@ def test_commands_and_flags_in_the_docs_exist(repository):
 
 
 FLAGS = {
-    "demo": "beside browser data model port",
+    "demo": "browser data model ordinary port",
     "fit": "accumulate activation-checkpointing augment batch-size block-drop branch-scale "
     "checkpoint-every choose classes clip compile cutmix data data-changed device distinct "
     "drop-path encoding.dropout encoding.features encoding.projection-init encoding.table "

@@ -56,6 +56,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("eval", "MODEL is missing. Next: layershuffle eval --help"),
         (f"{FIT} --learning-rate 1", "Unknown option: --learning-rate. Next: here it is --lr ("),
         (f"{FIT} --amp", "Unknown option: --amp. Next: here it is --precision bf16 ("),
+        ("predict bundled:digits x.png --amp", "Unknown option: --amp. Did you mean --top? "),
+        (
+            "export bundled:digits --out x --bf16",
+            "Unknown option: --bf16. Next: layershuffle export",
+        ),
         (
             f"{FIT} --label-smoothing 0.1",
             "Unknown option: --label-smoothing. Next: here it is --smoothing (",

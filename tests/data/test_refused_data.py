@@ -17,6 +17,7 @@ import torchvision.datasets
 from made import CLASSES, VIEW, idx_files, opened, rows, sample, saved, shard, splits_of
 
 from layershuffle.data import DataOptions, ImageView, open_data
+from layershuffle.data.loading import parse_spec
 from layershuffle.ground.errors import DataError, LayerShuffleError, UsageError
 from pictures import file_of, noise
 from refusals import refuses
@@ -34,12 +35,19 @@ WORDS, WHOLE = datasets.Value("string"), datasets.Value("int64")
         pytest.param("digit-pairs?test=" + "9" * 5000, id="5000 digits"),
         "torchvision:FashionMnist?root=x", "torchvision:CocoDetection?root=x",
         "torchvision:FashionMNIST", "torchvision:FashionMNIST?root=x&download=maybe",
+        "digit-pairs?train=10&train=20", "digit-pairs?train",
         "torchvision:OxfordIIITPet?root=x&split=test", "torchvision:FashionMNIST?root=x&split=test",
     ],
 )  # fmt: skip
 def test_specs(spec: str) -> None:
     with refuses(UsageError):
         open_data(spec, VIEW)
+
+
+def test_a_place_is_taken_as_it_is_written() -> None:
+    place = "/data/c++/100%25"
+    spec = f"torchvision:FashionMNIST?root={place}&download=true"
+    assert parse_spec(spec) == ("torchvision", "FashionMNIST", {"root": place, "download": "true"})
 
 
 def test_options_and_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

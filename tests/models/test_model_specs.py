@@ -63,6 +63,7 @@ BAD_SPECS = {
     f"timm:vit_tiny_patch16_224?{TINY}&interpolation=cubic": "bicubic",
     "timm:vit_huge_patch14_gap_224": "pretrained=false",
     "hf:someone/model?colour=3": "colour",
+    "hf:someone/model?pretrained=0": "true or false",
     "bundled:cats": "digits",
     "bundled:../data": "digits",
 }

@@ -364,6 +364,8 @@ def test_https_from_the_flags_to_the_answer(papers, tmp_path, capsys):
         assert main([*among, "none.png", *flags, "--json"]) == 2
         answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert ["top" in answer for answer in answers] == [True, False, True, False]
+        images = [str(image), str(keys), str(image), "none.png"]
+        assert [answer["image"] for answer in answers] == images
         assert answers[1]["error"]["cause"] == "The image cannot be read"
         assert main(["swarm", "status", *flags]) == 0
         assert "healthy" in capsys.readouterr().out

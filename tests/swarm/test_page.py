@@ -147,7 +147,7 @@ def test_a_packaged_name_alone_makes_no_claim(specs):
             "Model of layerdrop",
         ),
         (
-            {"method": "baseline", "policy": {"policy": "sequential", "depth": [3, None]}},
+            {"method": "baseline", "policy": {"policy": "sequential", "kept": [3, None]}},
             "Model of baseline",
         ),
     ],

@@ -317,6 +317,9 @@ def test_a_batch_that_the_processes_cannot_share(tmp_path):
 
     with refuses(UsageError):
         prepare(settings(**RUN), tmp_path, ranks=Ranks(0, 3))
+    shared = settings(**{**RUN, "orders_per_batch": 4, "batch_size": 8})
+    with refuses(UsageError):  # three of the four orders would never run
+        prepare(shared, tmp_path, ranks=Ranks(0, 4))
 
 
 def test_a_world_size_that_a_job_left_says_what_is_waited_for(monkeypatch, caplog):

@@ -224,7 +224,7 @@ def parse(words: Sequence[str]) -> Command | None:
         cause = error.cause
         hint = error.hint or next_command
         for name in re.findall(r"'(\w+)' is not a setting", cause):
-            meant = MEANINGS.get(f"--{name.replace('_', '-')}")
+            meant = _meaning(f"--{name.replace('_', '-')}", apps[-1])
             if meant is not None:
                 cause = cause.partition(", did you mean")[0]
                 hint = f"here it is {meant} ({next_command})"
@@ -233,11 +233,11 @@ def parse(words: Sequence[str]) -> Command | None:
     except CycloptsError as error:
         # Without all commands, which `next_command` lists with what they do.
         cause, _, _ = _cause(error).partition(" Available commands: ")
-        unknown = [word for word in re.findall(r"--[a-z0-9-]+", cause) if word in MEANINGS]
-        if "Unknown option" in cause and unknown:
+        meanings = [_meaning(word, apps[-1]) for word in re.findall(r"--[a-z0-9-]+", cause)]
+        meant = next(filter(None, meanings), None)
+        if "Unknown option" in cause and meant is not None:
             cause = cause.partition(" Did you mean ")[0]
-            hint = f"here it is {MEANINGS[unknown[0]]} ({next_command})"
-            raise UsageError(cause, hint=hint) from None
+            raise UsageError(cause, hint=f"here it is {meant} ({next_command})") from None
         if cause.startswith("Unused Tokens"):
             # cyclopts shows them as a list of Python.
             unused = " ".join(re.findall(r"'([^']*)'", cause))
@@ -246,6 +246,19 @@ def parse(words: Sequence[str]) -> Command | None:
         elif "requires an argument" in cause and (value := _hyphenated(words, cause)):
             cause = f"{cause.rstrip('.')}, and {value} is read as one more option"
         raise UsageError(cause, hint=next_command) from None
+
+
+def _meaning(word: str, app: App) -> str | None:
+    """What an option of other programs is in the command `app`; `None` if it has none like it."""
+    meant = MEANINGS.get(word)
+    option, _, value = (meant or "").partition(" ")
+    if not option.startswith("--"):
+        return meant
+    for argument in app.assemble_argument_collection():
+        if option.rstrip(",") in argument.names:
+            choices = argument.get_choices() or ()
+            return None if choices and value and value not in choices else meant
+    return None
 
 
 def _hyphenated(words: Sequence[str], cause: str) -> str | None:

@@ -101,7 +101,7 @@ class ClassifyCommand(ServerOptions):
                         refusal = {"cause": error.cause, "hint": error.hint}
                         print(json.dumps({"image": str(image), "error": refusal}), flush=True)
                     continue
-                text = json.dumps(answer.model_dump())
+                text = json.dumps({"image": str(image), **answer.model_dump()})
                 print(text if self.json else describe_answer(answer, image), flush=True)
         return code
 

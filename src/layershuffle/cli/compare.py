@@ -12,7 +12,6 @@ from layershuffle.cli.words import MODEL
 from layershuffle.ground.bundled import packaged_file
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.files import user_path
-from layershuffle.ground.settings import read_recipe
 from layershuffle.ground.text import counted, table
 from layershuffle.models.metadata import METADATA_FILE, read_record
 from layershuffle.models.spec import parse_spec
@@ -70,7 +69,8 @@ class CompareCommand(ComputingCommand, Reporting):
             )
         split = first.data.splits["test"]
         scores = paired_scores(first.scores, second.scores, split=split)
-        differing = different(ours, theirs)
+        known = bool(ours and theirs)
+        differing = different(ours, theirs) if known else {}
         report = {
             "first": self.first,
             "second": self.second,
@@ -80,7 +80,6 @@ class CompareCommand(ComputingCommand, Reporting):
             "settings": {name: list(values) for name, values in differing.items()},
             "scores": [asdict(score) for score in scores],
         }
-        known = bool(ours and theirs)
         self.show(report, _text(self, scores, differing if known else None, images=split.size))
         return 0
 
@@ -102,15 +101,15 @@ class CompareCommand(ComputingCommand, Reporting):
 
 
 def settings_of(spec: str) -> dict[str, Any]:
-    """The settings of the run in a directory, or of the training of a saved model, by name.
+    """The settings that were in force in the training of a run or a saved model, by name.
 
     Settings of settings are named as their flags: encoding.table. Empty without a record.
     """
-    place = user_path(packaged_file(Path(spec.removeprefix("dir:"))))
+    from layershuffle.models.output import model_directory
+
+    place = model_directory(user_path(packaged_file(Path(spec.removeprefix("dir:")))))
     stored: dict[str, Any] = {}
-    if (place / "settings.yaml").is_file():
-        stored = read_recipe(place / "settings.yaml")
-    elif (place / METADATA_FILE).is_file():
+    if (place / METADATA_FILE).is_file():
         stored = read_record(place).get("settings", {})
     flat: dict[str, Any] = {}
     for name, value in stored.items():

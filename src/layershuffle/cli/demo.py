@@ -31,7 +31,7 @@ class PageCommand(Command):
 
     model: Annotated[str | None, MODEL] = None
     """Directory of a fit, or any model spec (default: the shipped one, beside an ordinary one)."""
-    beside: str | None = None
+    ordinary: str | None = None
     """Ordinary model of the same size, to answer beside it."""
     data: str | None = None
     """Images whose test split gives the pictures: folder:DIR, hf:NAME_OR_DIR or torchvision:NAME
@@ -45,8 +45,8 @@ class PageCommand(Command):
     def run(self) -> int:
         """Serve the page until Ctrl-C."""
         require("swarm", "starlette", "uvicorn", "fastapi")
-        if self.model is None and (self.beside or self.data):
-            raise UsageError("--beside and --data go with a model of yours", hint="give --model")
+        if self.model is None and (self.ordinary or self.data):
+            raise UsageError("--ordinary and --data go with a model of yours", hint="give --model")
         with suppress(KeyboardInterrupt):
             asyncio.run(self._serve())
         return 0
@@ -82,4 +82,4 @@ class PageCommand(Command):
 
             if self.model is None:
                 return open_workbench(OURS, ordinary=ORDINARY)
-            return open_workbench(self.model, ordinary=self.beside, data=self.data)
+            return open_workbench(self.model, ordinary=self.ordinary, data=self.data)

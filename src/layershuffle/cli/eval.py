@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from layershuffle.cli.command import ComputingCommand, ImageFiles, Inline, Reporting
 from layershuffle.cli.words import MODEL
 from layershuffle.ground.errors import DataError, UsageError
-from layershuffle.ground.machine import device_of
+from layershuffle.ground.machine import Device, device_of
 from layershuffle.ground.text import counted, ranked, table
 from layershuffle.scoring.settings import EvalSettings
 
@@ -62,13 +62,20 @@ class EvalCommand(ComputingCommand, Reporting):
                 device=self.device,
                 progress=progress,
             )
-        report = _report(evaluation, self.settings, model=self.model, stop=self.stop)
+        report = _report(
+            evaluation, self.settings, model=self.model, device=self.device, stop=self.stop
+        )
         self.show(report, _text(report))
         return 0
 
 
 def _report(
-    evaluation: Evaluation, settings: EvalSettings, *, model: str, stop: float | None
+    evaluation: Evaluation,
+    settings: EvalSettings,
+    *,
+    model: str,
+    device: Device,
+    stop: float | None,
 ) -> dict[str, Any]:
     from layershuffle.ground.machine import hardware, versions
 
@@ -92,7 +99,7 @@ def _report(
         "depth": evaluation.depth,
         "blocks": evaluation.blocks,
         "modes": modes,
-        "hardware": hardware(settings.precision),
+        "hardware": hardware(settings.precision, device=device),
         "versions": versions(),
     }
 

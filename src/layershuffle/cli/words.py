@@ -38,10 +38,6 @@ def _models(context: Any) -> list[str]:
     return [*sorted(bundled), *_runs(context.incomplete), "timm:", "hf:"]
 
 
-def _run_directories(context: Any) -> list[str]:
-    return _runs(context.incomplete)
-
-
 def _recipes(context: Any) -> list[str]:
     directory, slash, _ = context.incomplete.rpartition("/")
     prefix = directory + slash
@@ -58,7 +54,6 @@ def _methods(_context: Any) -> list[str]:
 
 
 MODEL = Parameter(completer=_models)
-RUN = Parameter(completer=_run_directories)
 RECIPE = Parameter(completer=_recipes)
 ANALYSIS = Parameter(completer=_analyses)
 METHOD = Parameter(completer=_methods)

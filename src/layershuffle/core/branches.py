@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layershuffle.core.entries import state_first
 from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.runs import in_eval
 from layershuffle.core.stack import blocks_of, depth_of, fixed_of
-from layershuffle.core.tensors import map_tensors, state_of
+from layershuffle.core.tensors import map_tensors, state_of, tensor_of
 from layershuffle.ground.errors import StackError
 
 
@@ -26,9 +27,9 @@ def scale_branches(model: nn.Module, images: Tensor, *, factor: float) -> None:
     A pre-norm block adds what the last layers of its attention and of its MLP return, so their
     weights and biases are multiplied.
 
-    `images` `[n, channels, height, width]` run once, to see what a block is called with; their
-    values do not matter. Raises `StackError`, and leaves the weights as they are, if what a block
-    adds is not proportional to such layers.
+    The first of `images` `[n, channels, height, width]` runs once, to see what a block is called
+    with; its values do not matter. Raises `StackError`, and leaves the weights as they are, if what
+    a block adds is not proportional to such layers.
     """
     drawn = drawn_blocks(depth_of(model), fixed_of(model))
     blocks = [blocks_of(model)[place] for place in drawn]
@@ -46,15 +47,19 @@ def scale_branches(model: nn.Module, images: Tensor, *, factor: float) -> None:
 def _call_of(
     block: nn.Module, model: nn.Module, images: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that `block` gets in a forward of `images`, on the CPU and in float64."""
+    """The arguments that `block` gets in a forward of the first of `images`, the state first.
+
+    They are on the CPU and in float64. Raises `StackError` if the state is no tensor.
+    """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def note(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
+    def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs) if args else state_first(block, kwargs))
 
     first = next(model.parameters())
     with block.register_forward_pre_hook(note, with_kwargs=True), in_eval(model):
-        model(images.to(first.device, first.dtype))
+        model(images[:1].to(first.device, first.dtype))
+    tensor_of(calls[0][0][0])
     args, kwargs = map_tensors(calls[0], _on_cpu)
     return args, kwargs
 

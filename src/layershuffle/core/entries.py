@@ -38,6 +38,18 @@ Call = Callable[..., Any]
 """Called as a block is: the state, then whatever else the backbone passes to its blocks."""
 
 
+def state_first(module: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any], dict[str, Any]]:
+    """The arguments of a call such as block(x=x) with the state first; `module` is the block.
+
+    Raises `StackError` if there is no state among them.
+    """
+    name = next(iter(inspect.signature(module.forward).parameters), "")
+    if name not in kwargs:
+        raise missing_state(module, name)
+    others = {key: value for key, value in kwargs.items() if key != name}
+    return (kwargs[name],), others
+
+
 class Entry:
     """Stands for the block `module`: a backbone may read its attributes and call it as a whole.
 
@@ -61,11 +73,8 @@ class Entry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the entry on the state among the arguments; returns what the block returns."""
-        if not args:  # as in block(x=x)
-            name = next(iter(inspect.signature(self._module.forward).parameters), "")
-            if name not in kwargs:
-                raise missing_state(self._module, name)
-            args = (kwargs.pop(name),)
+        if not args:
+            args, kwargs = state_first(self._module, kwargs)
         return self._call(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +168,7 @@ def order_entries(
             call = block_call(blocks[block], Step(position, block), run=run)
             entries.append(Entry(blocks[block], call))
         return entries
-    read_later = order.last_readers()
+    read_later = order.read_later
     states: dict[int, Tensor] = {}
 
     def entry(position: int, block: int, version: int) -> Entry:
@@ -277,7 +286,7 @@ class _GroupedForward:
         self.longest = max(map(len, groups))
         self._read_later: set[int] = set()
         for order in groups:
-            self._read_later.update(order.last_readers())
+            self._read_later.update(order.read_later)
         # The older states. A replay by gradient checkpointing leaves them as the forward set them.
         self._states: dict[int, Tensor] = {}
         self._exit = None if exit_after is None else _Exit(orders, steps=exit_after, last=last)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -177,6 +177,7 @@ def evaluate(
     """
     check_classifier(model)
     _check_stop(stop)
+    _check_draws(draw, num_orders)
     depth = depth_of(model)
     fixed = fixed_of(model) if fixed is None else checked_fixed(fixed)
     pending = _pending_scores(
@@ -230,6 +231,13 @@ def _answers(model: nn.Module, logits: Logits | None, images: Tensor) -> Tensor:
     return named
 
 
+def _check_draws(draw: str, num_orders: int) -> None:
+    if draw not in get_args(Draw):
+        raise UsageError(f"draw is {' or '.join(get_args(Draw))}, not {draw!r}")
+    if num_orders < 1:
+        raise UsageError(f"num_orders is at least 1, not {num_orders}")
+
+
 def _check_stop(stop: float | None) -> None:
     if stop is not None and not 0 < stop <= 1:
         raise UsageError(
@@ -265,7 +273,7 @@ def _pending_scores(
 def check_classifier(model: nn.Module) -> None:
     """Raises `UsageError` for a model without a classifier."""
     # The features of such a model would be scored as if they were classes.
-    if getattr(getattr(model, "backbone", model), "num_classes", None) == 0:
+    if getattr(model, "num_classes", None) == 0:
         raise UsageError(
             "The model has no classifier, so it has no accuracy",
             hint="layershuffle fit MODEL --data ... gives it one",

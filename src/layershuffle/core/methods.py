@@ -171,7 +171,7 @@ class Method:
             return LayerDrop(
                 self.block_drop, parallel=rounds, sequential_every=every, fixed=self.fixed
             )
-        return Sequential(parallel=rounds, depth=number, sequential_every=every, fixed=self.fixed)
+        return Sequential(parallel=rounds, kept=number, sequential_every=every, fixed=self.fixed)
 
     @property
     def runs_all(self) -> bool:

@@ -116,13 +116,12 @@ class ExecutionOrder:
                 return None
         return tuple(rounds)
 
-    def last_readers(self) -> dict[int, int]:
-        """For each version that is read after a newer one exists, the last step that reads it."""
-        readers: dict[int, int] = {}
-        for position, (_, version) in enumerate(self.steps):
-            if version < position:
-                readers[version] = position
-        return readers
+    @property
+    def read_later(self) -> frozenset[int]:
+        """The versions that a step reads after a newer one exists."""
+        return frozenset(
+            version for position, (_, version) in enumerate(self.steps) if version < position
+        )
 
     def common_beginning(self, other: ExecutionOrder) -> int:
         """The number of first steps, with the version that each reads, shared with `other`."""

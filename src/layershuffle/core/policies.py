@@ -148,30 +148,29 @@ class _TrainingPolicy(_Policy):
 class Sequential(_TrainingPolicy):
     """Blocks in their own order, 0..depth-1: ordinary training.
 
-    `depth=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
+    `kept=(low, high)`: the number of blocks kept is uniform in [low, high], `high=None` meaning
     all of them; which blocks is uniform too. `parallel=(1, 4)`: they run in rounds of one to four
     blocks side by side. `sequential_every=n`: one draw of n has all blocks, one after the other.
     `fixed=(1, 1)`: the first and the last block run in every order, alone, and count as kept.
     """
 
-    depth: tuple[int, int | None] | None = None
+    kept: tuple[int, int | None] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "depth", checked_range(self.depth))
+        object.__setattr__(self, "kept", checked_range(self.kept))
 
     def _blocks(self, inner: range, stream: Stream) -> Sequence[int]:
-        if self.depth is None:
+        if self.kept is None:
             return inner
-        kept = _kept_of(stream.shuffled(inner), self.depth, stream, ends=sum(self.fixed))
-        return sorted(kept)
+        return sorted(_kept_of(stream.shuffled(inner), self.kept, stream, ends=sum(self.fixed)))
 
 
 @dataclass(frozen=True)
 class Shuffled(_TrainingPolicy):
     """A uniform permutation (paper, section 3.2); optionally of a random part of the blocks.
 
-    `drop`: each block is left out with this probability (at least one stays). `depth` in its place,
+    `drop`: each block is left out with this probability (at least one stays). `kept` in its place,
     and `parallel`, `sequential_every` and `fixed` beside it, as in `Sequential`.
 
         >>> str(Shuffled(fixed=(1, 1)).draw(6, step=0))
@@ -179,24 +178,24 @@ class Shuffled(_TrainingPolicy):
     """
 
     drop: float | None = None
-    depth: tuple[int, int | None] | None = None
+    kept: tuple[int, int | None] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.drop is not None and self.depth is not None:
-            raise UsageError("Shuffled takes drop= or depth=, not both")
+        if self.drop is not None and self.kept is not None:
+            raise UsageError("Shuffled takes drop= or kept=, not both")
         if self.drop is not None:
             check_probability(self.drop)
-        object.__setattr__(self, "depth", checked_range(self.depth))
+        object.__setattr__(self, "kept", checked_range(self.kept))
 
     def _blocks(self, inner: range, stream: Stream) -> Sequence[int]:
         blocks = stream.shuffled(inner)
         if self.drop is not None:
             # Dropped after the shuffle: the order of the others is that of the full permutation.
             return _survivors(blocks, self.drop, stream)
-        if self.depth is None:
+        if self.kept is None:
             return blocks
-        return _kept_of(blocks, self.depth, stream, ends=sum(self.fixed))
+        return _kept_of(blocks, self.kept, stream, ends=sum(self.fixed))
 
 
 @dataclass(frozen=True)
@@ -298,7 +297,7 @@ def spaced(k: int, depth: int) -> tuple[int, ...]:
 
 
 def policy_to_json(policy: OrderPolicy) -> dict[str, Any]:
-    """`{"policy": "shuffled", "depth": [3, null]}`: its name and the options that are given."""
+    """`{"policy": "shuffled", "kept": [3, null]}`: its name and the options that are given."""
     fields: dict[str, Any] = asdict(policy)  # type: ignore[call-overload]  # all are dataclasses
     del fields["drawn"]
     given = {key: value for key, value in fields.items() if value not in (None, (0, 0))}

@@ -271,20 +271,13 @@ def width_of(model: nn.Module) -> int:
 def has_class_token(model: nn.Module) -> bool:
     """Whether the first token between the blocks is a class token.
 
-    Models of timm have a count of such tokens (but XCiT and CaiT add theirs after the blocks, in
-    separate blocks); models of transformers and torchvision have a parameter of that name.
+    Such models have a parameter of that name, but XCiT and CaiT add theirs after the blocks, in
+    separate blocks.
     """
-    owners = _around_the_stack(model)
-    is_of_timm = False
-    has_prefix = False
-    for owner in owners:
+    for owner in _around_the_stack(model):
         for name in _LATE_CLASS_TOKEN:
             if hasattr(owner, name):
                 return False
-        is_of_timm = is_of_timm or type(owner).__module__.startswith("timm.")
-        has_prefix = has_prefix or getattr(owner, "num_prefix_tokens", 0) > 0
-    if is_of_timm:
-        return has_prefix
     return any(name.endswith(("cls_token", "class_token")) for name, _ in model.named_parameters())
 
 

@@ -57,8 +57,8 @@ def tensor_of(state: Any) -> Tensor:
     """`state` itself; raises `StackError` unless it is a tensor."""
     if not isinstance(state, Tensor):
         raise StackError(
-            f"The backbone passes a {type(state).__name__} to its blocks; rounds, older versions "
-            "and an order per sample need a tensor",
+            f"The backbone passes a {type(state).__name__} to its blocks; rounds, older versions, "
+            "an order per sample and branch_scale need a tensor",
             hint="pass the state to the blocks first and other values after it; one order for the "
             "whole batch in which every step reads the newest state works without a change",
         )

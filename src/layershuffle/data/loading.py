@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from urllib.parse import parse_qsl
 
 from layershuffle.data.splits import DataOptions, ImageData, SourceRequest
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.extras import require
 from layershuffle.ground.machine import cores
-from layershuffle.ground.text import did_you_mean, nearest
+from layershuffle.ground.text import did_you_mean, nearest, settings_of_query
 from layershuffle.images.pixels import pillow_mode
 from layershuffle.images.view import ImageView
 
@@ -114,17 +113,15 @@ def loader_processes(spec: str = "") -> int:
 
 
 def _settings(query: str, scheme: str) -> dict[str, str]:
-    settings: dict[str, str] = {}
-    # Blank values are kept, so the source refuses `?image=` instead of ignoring it.
-    for key, value in parse_qsl(query, keep_blank_values=True):
-        names = SOURCES[scheme].settings
+    names = SOURCES[scheme].settings
+    settings = settings_of_query(query, example="?split=train&download=true")
+    for key in settings:
         if key not in names:
             guess = did_you_mean(key, names)
             raise UsageError(
                 f"{scheme} has no setting {key!r}",
                 hint=f"{guess} known: {', '.join(names)}".lstrip(),
             )
-        settings[key] = value
     return settings
 
 

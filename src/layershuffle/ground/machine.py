@@ -86,15 +86,15 @@ def cores() -> int:
     return os.cpu_count() or 1  # macOS and Windows do not tell
 
 
-def hardware(precision: str) -> dict[str, Any]:
-    """Processor, cores and threads in use, GPU, and the precision of the computation."""
+def hardware(precision: str, *, device: Device) -> dict[str, Any]:
+    """Processor, cores and threads in use, GPU, and the precision of a computation on `device`."""
     import torch
 
     return {
         "processor": processor(),
         "cores": cores(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if device_of(device) == "cuda" else None,
         "precision": precision,
     }
 

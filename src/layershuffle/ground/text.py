@@ -7,6 +7,8 @@ from datetime import timedelta
 from difflib import get_close_matches
 from io import StringIO
 
+from layershuffle.ground.errors import UsageError
+
 TABLE_WIDTH = 100
 """Columns of a table that no terminal bounds: pipes and files get the same text everywhere."""
 Progress = Callable[[str, float, float], object]
@@ -28,6 +30,21 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     if not matches:
         return None
     return matches[0]
+
+
+def settings_of_query(query: str, *, example: str) -> dict[str, str]:
+    """The settings behind the "?" of a spec, "key=value&key=value", as they are written.
+
+    Raises `UsageError`, which shows the `example`, unless each has a value and is there once.
+    """
+    settings: dict[str, str] = {}
+    for pair in query.split("&") if query else ():
+        key, _, text = pair.partition("=")
+        if not key or not text or key in settings:
+            hint = f"write each once and with its value, as in {example}"
+            raise UsageError(f"{pair!r} in ?{query} is not one setting", hint=hint)
+        settings[key] = text
+    return settings
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, otherwise: str = "") -> str:

@@ -67,12 +67,9 @@ class MergePlan:
                     f"fixed={fixed}, by which block {place} keeps its place",
                     hint="change only the slots between the ends",
                 )
-        numbers = range(num_donors)
-        of_ends = ("average", "base", *numbers)
-        sources = [(source, numbers) for source in self.donors]
-        sources += [(self.stem, of_ends), (self.head, of_ends)]
-        for source, allowed in sources:
-            if source not in allowed:
+        ends = [source for source in (self.stem, self.head) if source not in ("average", "base")]
+        for source in (*self.donors, *ends):
+            if source not in range(num_donors):
                 raise UsageError(
                     f"{source!r} is not a donor",
                     hint=f"there are {num_donors}, numbered from 0; stem and head may be average "

@@ -11,7 +11,7 @@ import yaml
 
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.files import user_path
-from layershuffle.ground.text import did_you_mean
+from layershuffle.ground.text import did_you_mean, settings_of_query
 
 # The form that users see, by scheme. A "?" in the form means that settings may follow.
 FORMS = {
@@ -54,14 +54,9 @@ def parse_spec(spec: str) -> ModelSpec:
     if not place:
         raise UsageError(f"{spec!r} names no model", hint=f"write {FORMS[scheme]}")
     settings: dict[str, Any] = {}
-    for pair in query.split("&") if query else ():
-        key, _, text = pair.partition("=")
-        if not key or not text or key in settings:
-            raise UsageError(
-                f"{pair!r} in {spec!r} is not one setting",
-                hint="write each once, as in ?pretrained=false&img_size=224",
-            )
-        settings[key] = _value(text, spec)
+    for key, text in settings_of_query(query, example="?pretrained=false&img_size=224").items():
+        # A revision is a name, as 1.10 and the commit 5e10293, and no number.
+        settings[key] = text if key == "revision" else _value(text, spec)
     return ModelSpec(scheme, place, settings)
 
 

@@ -272,6 +272,10 @@ def _opened(spec: ModelSpec, seed: int) -> nn.Module:
     elif unknown := sorted(spec.settings.keys() - {"pretrained", "revision"}):
         hint = "pretrained=true|false and revision=NAME"
         raise UsageError(f"hf: has no setting {unknown[0]!r}", hint=hint)
+    elif not isinstance(spec.settings.get("pretrained", True), bool):
+        raise UsageError("pretrained is true or false", place=spec.place)
+    elif spec.scheme == "hf" and "revision" in spec.settings and place.is_dir():
+        raise UsageError("A directory has no revisions", place=place, hint="leave revision= out")
     elif spec.scheme == "hf" and not place.is_dir():
         base = spec.place
         files = [CONFIG, *PROCESSORS]

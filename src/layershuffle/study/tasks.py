@@ -390,6 +390,6 @@ def _task_facts(options: Any, *, started: float, precision: str = "fp32") -> dic
         "settings_hash": digest(options),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(time.monotonic() - started, 2),
-        "hardware": hardware(precision),
+        "hardware": hardware(precision, device="auto"),
         "versions": versions(),
     }

@@ -151,6 +151,15 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
             f"with {settings.accumulate} forwards each",
             hint=f"give a --batch-size that {forwards} divides",
         )
+    images_per_forward = settings.batch_size // forwards
+    method = settings.build_method()
+    if method.orders_per_batch > images_per_forward:
+        raise UsageError(
+            f"With {ranks.count} processes a forward has {counted(images_per_forward, 'image')}, "
+            f"and its {method.orders_per_batch} groups need one each",
+            hint=f"give a --batch-size of at least {method.orders_per_batch * forwards}, or fewer "
+            "--orders-per-batch",
+        )
     if ranks.count > 1 and ":" in settings.device:
         raise UsageError(
             f"Each of the {ranks.count} processes has a GPU of its own, and --device "
@@ -163,7 +172,6 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
             hint=f"pip install {settings.log_with}",
         )
     precision, why = choose_precision(settings.precision, device=device, training=True)
-    method = settings.build_method()
     check_optimizer(settings.opt)
     backbone = load(_with_drop_path(settings), seed=settings.seed)
     name_classes(backbone, settings.classes, place=settings.model)
@@ -209,7 +217,7 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         model=model,
         # Groups come in many sizes; one graph with symbolic sizes serves them all.
         compiler=BlockCompiler(reason=eager, dynamic=method.orders_per_batch > 1),
-        images_per_forward=settings.batch_size // forwards,
+        images_per_forward=images_per_forward,
         steps=steps,
         eval_every=eval_every,
         select_by=method.selects_by if settings.select_by == "method" else settings.select_by,

@@ -167,7 +167,8 @@ def _run(job: Job, on_event: Listener, on_phase: OnPhase) -> FitResult:
     state = load_state(job, job.ranks.from_first(lambda: latest_checkpoint(job.checkpoints)))
     if job.ranks.first:
         begin_history(job.out / HISTORY, step=state.step)
-    tracking = _trackers(job) if job.settings.log_with is not None else None
+    tracks = job.settings.log_with is not None and job.ranks.first
+    tracking = _trackers(job) if tracks else None
     notes = list(job.data.notes)
     if job.precision_why:
         notes.append(f"precision {job.precision}: {job.precision_why}")
@@ -307,7 +308,7 @@ def _finish(state: TrainState) -> FitResult:
             "sizes": {name: split.size for name, split in job.data.splits.items()},
             "notes": [*job.data.notes],
         },
-        hardware=hardware(job.precision),
+        hardware=hardware(job.precision, device=job.device),
         versions=versions(),
         processes=job.ranks.count,
         compile=job.compiler.report(),

@@ -129,7 +129,8 @@ def too_large(job: Job) -> TrainingError:
     if not settings.activation_checkpointing:
         remedies.insert(0, "--activation-checkpointing (computes every block twice)")
     share = images * settings.accumulate  # images of a step in this process
-    for forwards in range(2 * settings.accumulate, share + 1):
+    # Every group of a forward needs an image.
+    for forwards in range(2 * settings.accumulate, share // job.method.orders_per_batch + 1):
         # The settings accept only divisors: every forward holds the same number of images.
         if share % forwards == 0:
             remedy = f"--accumulate {forwards} (as many images per step, in smaller forwards)"
