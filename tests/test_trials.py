@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import queue
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from common import (
     images,
 )
 from contracts import TOLERANCE
+from layershuffle.core.checks.untouched import is_own_package, nothing_noted
 from layershuffle.core.stack import recomputing
 from layershuffle.ground.errors import StackError, UsageError
 from own_models import (
@@ -221,6 +224,43 @@ def test_an_error_before_the_blocks_is_the_callers() -> None:
         model(images(3)[:, :2])
     with ls.running(model, EACH):
         model(images(3))
+
+
+class Table(dict[str, Any]):
+    """Looks up its keys in a way of its own, as the tables of classes in transformers."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise TypeError("what is asked for is made then")
+
+    def get(self, key: str) -> Any:  # type: ignore[override]
+        return self[key]
+
+
+def test_a_table_with_look_ups_of_its_own_is_put_back() -> None:
+    model = own(Own)
+    model.table = table = Table(a=1, b=2)
+    with nothing_noted(model):
+        table["a"] = 3
+        del table["b"]
+        table["c"] = 4
+    assert dict(table.items()) == {"a": 1, "b": 2}
+    with torch.no_grad(), ls.running(model, EACH):
+        model(images(3))
+
+
+def test_packages_of_other_environments_are_not_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `pip install --user`, or of the environment below this one: they are not walked."""
+    owned = {}
+    for place in ("site-packages", "dist-packages", "mine"):
+        name = f"placed_in_{place.replace('-', '_')}"
+        (tmp_path / place / name).mkdir(parents=True)
+        (tmp_path / place / name / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / place)
+        importlib.import_module(name)
+        owned[place] = is_own_package(name)
+    assert owned == {"site-packages": False, "dist-packages": False, "mine": True}
 
 
 def test_a_trial_waits_for_that_of_another_thread() -> None:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ class _Record:
             if not isinstance(value, nn.Parameter) and value.numel() <= _MOST_VALUES:
                 self._add_tensor(value)
         elif isinstance(value, dict):
-            self.put_back.append(partial(_put_back_dict, value, dict(value)))
+            # By `items`, because a class may look up its keys in its own way.
+            self.put_back.append(partial(_put_back_dict, value, dict(value.items())))
             self._follow_items(value.values())
         elif isinstance(value, list | deque):
             self.put_back.append(partial(_put_back_list, value, list(value)))
@@ -174,15 +176,19 @@ class _Record:
 
 def _is_own(value: Any) -> bool:
     """Whether a class or a function is the user's, and not one of an installed package."""
-    return _is_own_package((getattr(value, "__module__", None) or "").partition(".")[0])
+    return is_own_package((getattr(value, "__module__", None) or "").partition(".")[0])
 
 
 @cache
-def _is_own_package(name: str) -> bool:
+def is_own_package(name: str) -> bool:
+    """Whether a package that was imported is the user's."""
     if name in ("__main__", "layershuffle"):
         return name == "__main__"
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and not file.startswith(_INSTALLED)
+    if file is None or file.startswith(_INSTALLED):
+        return False
+    # Those of other paths: of the user, of the system, of the environment below this one.
+    return {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _global_names(code: types.CodeType) -> set[str]:
@@ -203,10 +209,8 @@ def _put_back_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> 
 
 
 def _put_back_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
-    same = len(value) == len(before) and all(
-        value.get(key, _MISSING) is item for key, item in before.items()
-    )
-    if not same:
+    now = dict(value.items())
+    if now.keys() != before.keys() or any(now[key] is not item for key, item in before.items()):
         value.clear()
         value.update(before)
 
