@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import random
 import re
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
@@ -598,6 +600,39 @@ def test_a_host_goes_on_where_another_one_of_its_cache_stopped(
         assert gateway.fetched == [(digest, *fetched)]
 
     asyncio.run(main())
+
+
+def test_two_gateways_assign_a_block_at_once(
+    digits: Path, gateway: Gateway, tmp_path: Path
+) -> None:
+    """It is loaded once, and fits: its own bytes are not in its way."""
+    other = Gateway(digits)
+    block = gateway.blocks[0]
+
+    async def main() -> None:
+        async with (
+            gateway.listening(),
+            other.listening(),
+            hosting(gateway, other, cache=tmp_path, memory=block["weights"]["bytes"] + 16) as host,
+        ):
+            ends = [await asyncio.wait_for(each.hosts.get(), 20) for each in (gateway, other)]
+            for end in ends:
+                await end.assign(block)
+            for end in ends:
+                assert (await end.hear("ready"))["slot"] == block["slot"]
+            assert len(host.blocks) == 1
+
+    asyncio.run(main())
+
+
+def test_transfers_that_nobody_continues_are_removed(tmp_path: Path) -> None:
+    old, new = tmp_path / f"{'a' * 64}.part", tmp_path / f"{'b' * 64}.part"
+    for part in (old, new):
+        part.write_bytes(b"half")
+    two_days_ago = time.time() - 2 * 24 * 3600
+    os.utime(old, (two_days_ago, two_days_ago))
+    Cache(tmp_path, limit=1 << 30)
+    assert list(tmp_path.iterdir()) == [new]
 
 
 def test_disk_and_memory_are_bounded(gateway: Gateway, tmp_path: Path) -> None:

@@ -211,6 +211,10 @@ class _Simulation:
     async def _request(self, number: int, min_blocks: int, /) -> SimulatedReply:
         while self.pending and self.pending[0].at <= number:
             self.inject(self.pending.pop(0))
+
+        async def chance(_: State, blocks: int) -> float:
+            return float(blocks >= self.enough[number])
+
         deadline_ms = self.router.limits.deadline_ms
         deadline = self.loop.time() + deadline_ms / _MILLI
         if self.pipeline is not None:
@@ -222,7 +226,7 @@ class _Simulation:
                 deadline=deadline,
                 min_blocks=min_blocks,
                 confidence=1.0 if self.enough else None,
-                chance=lambda _, blocks: float(blocks >= self.enough[number]),
+                chance=chance,
             )
             least = min_blocks
         ended: Ended = "degraded" if route.degraded else "answered"

@@ -204,6 +204,19 @@ def test_what_no_wait_cures_is_not_repeated(monkeypatch):
     assert (len(asked), clock.pauses) == (1, [])
 
 
+def test_a_broken_gateway_is_like_one_that_is_gone(monkeypatch):
+    clock, asked = Clock(monkeypatch), []
+
+    def answer(request):
+        asked.append(request.url.host)
+        return busy(500, 1) if request.url.host == "first" else answer_of("second")
+
+    transport = httpx.MockTransport(answer)
+    with SwarmClient("http://first", "http://second", transport=transport) as client:
+        assert client.swarm().model == "second"
+    assert (asked, clock.pauses) == (["first", "second"], [])
+
+
 @pytest.mark.parametrize("proxied", [False, True])
 def test_the_next_gateway_is_asked_and_kept(monkeypatch, proxied):
     clock, asked = Clock(monkeypatch), []
@@ -461,6 +474,17 @@ def test_other_machines_need_a_key_and_are_warned_of_one_in_clear(papers, tmp_pa
     assert warnings(**keyed, **encrypted) == warnings(public=True) == []
     with refuses(UsageError):
         warnings(**encrypted)
+
+
+def test_who_comes_through_a_proxy_needs_a_key(tmp_path):
+    """Unless the operator says that everybody may ask."""
+    behind = {"state": str(tmp_path / "state"), "trusted_proxy": ("127.0.0.1",)}
+    keyed = Serving(SwarmSettings(**behind, keys=written(tmp_path / "keys", KEY)))
+    keyed.operated.close()
+    opened = Serving(SwarmSettings(**behind, public=True))
+    opened.operated.close()
+    with refuses(UsageError):
+        Serving(SwarmSettings(**behind))
 
 
 def test_a_client_without_asyncio_waits_in_a_notebook_and_in_many_threads():

@@ -16,6 +16,42 @@ from waiting import STARTS
 pytest.importorskip("ray", reason="needs the extra `ray`")
 
 
+class SilentRay:
+    """A cluster whose head starts again: it does not say which nodes are there, then it does."""
+
+    def __init__(self):
+        self.looks, self.killed = 0, []
+
+    def remote(self, **options):
+        return lambda kind: kind
+
+    def nodes(self):
+        self.looks += 1
+        if self.looks == 1:
+            raise ConnectionError("the head is gone")
+        return []
+
+    def kill(self, handle):
+        self.killed.append(handle)
+
+    def shutdown(self):
+        pass
+
+
+def test_a_cluster_that_does_not_answer_ends_nothing(monkeypatch):
+    silent = SilentRay()
+    monkeypatch.setattr("layershuffle.gateway.hosts.on_ray.connected_ray", lambda address: silent)
+    monkeypatch.setattr("layershuffle.gateway.hosts.on_ray._LOOK", 0.01)
+
+    async def main():
+        async with background(hosts_on_ray("auto", url="ws://x", token=TOKEN, memory=1)):
+            while silent.looks < 3:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert silent.killed == []
+
+
 @pytest.fixture
 def cluster():
     """The address of a cluster of two nodes."""

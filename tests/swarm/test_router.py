@@ -64,6 +64,8 @@ class Scripted:
 def routed(acts, hosts, *, depth=4, seconds=1.0, later=None, start=START, **options):
     """One request; the route, the transport, the router. Its state is that of its steps."""
     asked = {"min_blocks": options.pop("min_blocks", 1)}
+    if "chance" in options:
+        asked |= {"confidence": 0.9, "chance": options.pop("chance")}
 
     async def go():
         transport = Scripted(acts)
@@ -91,6 +93,31 @@ def outcomes(route):
 def healthy(name):
     """The host is back."""
     return lambda router: router.update(name, lambda v: v._replace(condition="healthy", why=""))
+
+
+# --- how sure an answer is ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seconds", "ending", "kept"), [(0.0, "sure", 2), (0.1, "sure", 2)])
+def test_a_walk_ends_when_it_is_sure(seconds, ending, kept):
+    async def chance(state, blocks):
+        await asyncio.sleep(seconds)
+        return 0.95 if blocks >= 2 else 0.5
+
+    route, _, _ = routed({}, {"a": range(4)}, chance=chance)
+    assert (route.ending, route.kept) == (ending, kept)
+
+
+def test_a_head_that_takes_longer_than_is_left_makes_no_answer_late():
+    """It is asked after the first block, and the walk ends in time without its word."""
+
+    async def chance(state, blocks):
+        await asyncio.sleep(10)
+        return 1.0
+
+    route, _, _ = routed({}, {"a": range(4)}, chance=chance, seconds=1.0)
+    assert (route.ending, route.kept) == ("deadline", 1)
+    assert route.ms <= 1000
 
 
 # --- one visit after the other --------------------------------------------------------------------

@@ -22,7 +22,7 @@ from layershuffle.gateway.brain.settings import SwarmSettings
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.listening import GatewaySocket, in_turns, listening
 from layershuffle.gateway.http.secrets import client_context, server_context
-from layershuffle.gateway.http.start import Serving, serve_swarm
+from layershuffle.gateway.http.start import Serving, read_tokens, serve_swarm
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle_host.wire import Close
 from refusals import refuses
@@ -615,6 +615,15 @@ def test_hosts_have_a_port_of_their_own(tmp_path):
             await asyncio.wait({task})
 
     asyncio.run(go())
+
+
+def test_a_token_that_no_host_can_send_is_refused(tmp_path):
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    for token in ("x" * 401, "bell\a"):
+        file.write_text(token)
+        with refuses(UsageError, file):
+            read_tokens(file)
 
 
 def test_the_token_of_hosts_rotates(tmp_path, caplog):

@@ -202,7 +202,9 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
             operator.command("kill", host="z")
         odd = {"host": "host-1", "fast": True}
         answer = operator._http.post("/operator/drain", json=odd)
-        assert (answer.status_code, "fast is unknown" in answer.text) == (422, True)
+        assert (answer.status_code, "/operator/drain" in answer.text) == (422, True)
+        answer = operator._http.post("/operator/foo", json={"host": "host-1"})
+        assert (answer.status_code, "no command 'foo'" in answer.text) == (422, True)
         operator.command("kill", host="host-1")
         wait_for(lambda: "host-1" not in coordinator.children.pids)
         with pytest.raises(LayerShuffleError, match="The process of host-1 has ended"):

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import ssl
 import threading
+import time
 import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 from layershuffle_host.wire import FILE_PATH
 
 _CHUNK = 1 << 16
+_ABANDONED = 24 * 3600.0  # seconds after which nobody continues a transfer
 _SECONDS = 10.0  # a transfer without a byte for this long has failed
 
 
@@ -82,6 +84,7 @@ class Cache:
         self._limit = limit
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._prune(directory)
 
     def digests(self) -> list[str]:
         """The digests of the files that are there."""
@@ -124,7 +127,7 @@ class Cache:
                 file.truncate(0)
                 raise OSError(f"what came is not the file {digest[:12]}: other SHA-256")
             os.replace(part, path)
-        self._prune(keep=path)
+        self._prune(self._directory, keep=path)
         return content
 
     def _read(self, path: Path, digest: str) -> bytes | None:
@@ -138,12 +141,17 @@ class Cache:
         os.utime(path)
         return content
 
-    def _prune(self, *, keep: Path) -> None:
-        """Remove files beyond the limit, the one unused for longest first."""
+    def _prune(self, directory: Path, *, keep: Path | None = None) -> None:
+        """Remove transfers that nobody continues, and files beyond the limit, the one unused for
+        longest first."""
+        for part in directory.glob("*.part"):
+            with suppress(FileNotFoundError):  # another host may remove files, too
+                if time.time() - part.stat().st_mtime > _ABANDONED:
+                    part.unlink()
         facts = []
         total = 0
-        for path in keep.parent.glob("?" * 64):  # not what another host still fetches
-            with suppress(FileNotFoundError):  # another host may remove files, too
+        for path in directory.glob("?" * 64):
+            with suppress(FileNotFoundError):
                 size = path.stat().st_size
                 facts.append((path.stat().st_mtime, size, path))
                 total += size

@@ -410,8 +410,10 @@ class _Link:
                         loaded = await loop.run_in_executor(
                             self._host.loader, self._loaded, block, self._stopped
                         )
-                        self._host.require_room(loaded.bytes)
-                        self._host.blocks[key] = loaded
+                        # Another gateway may have assigned it meanwhile, too.
+                        if key not in self._host.blocks:
+                            self._host.require_room(loaded.bytes)
+                            self._host.blocks[key] = loaded
                         _trim(0)
                 # Files may be anything, and so may be what their readers raise.
                 except Exception as error:  # noqa: BLE001

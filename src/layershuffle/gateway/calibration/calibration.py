@@ -1,7 +1,7 @@
 """The accuracy to expect of an answer, by how its blocks ran (`policy.Cell`).
 
-It is measured once on test images (`measuring`), stored as calibration.json beside the model, and
-looked up for every answer. It also says how requests should run.
+It is measured once on test images (`client.calibrate`), stored as calibration.json beside the
+model, and looked up for every answer. It also says how requests should run.
 """
 
 from __future__ import annotations

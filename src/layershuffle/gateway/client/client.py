@@ -27,8 +27,10 @@ from layershuffle.ground.files import user_path
 ImageLike = str | Path | bytes
 """The path of an image file, or its bytes."""
 _TIMEOUT = 60.0  # seconds that a gateway may stay silent; longer than the longest deadline
+_CONNECT = 3.0  # and be gone, before the next one is asked
 _PATIENCE = 10.0  # seconds for which a request is repeated that was refused for the moment
-_TEMPORARY = (429, 503)
+_TOO_MANY = 429
+_BROKEN = 500  # and above
 _A = TypeVar("_A", bound=BaseModel)
 _T = TypeVar("_T")
 
@@ -200,7 +202,8 @@ class _Turns:
 
     def pause(self, error: SwarmError) -> float:
         """Seconds to wait before the next try. Raises `error` if there is no next try."""
-        if error.status is not None and error.status not in _TEMPORARY:
+        # A gateway that is broken is like one that is gone; a wrong request is wrong at each.
+        if error.status is not None and error.status != _TOO_MANY and error.status < _BROKEN:
             raise error
         self._tries += 1
         self.gateway = (self.gateway + 1) % self._gateways
@@ -256,7 +259,7 @@ def _gateways(
             gateway = httpx.AsyncClient(
                 base_url=url,
                 headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-                timeout=_TIMEOUT,
+                timeout=httpx.Timeout(_TIMEOUT, connect=_CONNECT),
                 # A proxy cannot reach this machine's loopback.
                 trust_env=not is_loopback(address.host),
                 verify=verify,

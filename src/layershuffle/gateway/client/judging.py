@@ -59,12 +59,8 @@ def asking(
     *,
     deadline_ms: float,
     patient: bool,
-    confidence: float | str | None = "off",
 ) -> Ask:
-    """A function that sends image number i modulo the number of images.
-
-    All blocks are to run, unless requests may end at a `confidence`, or with `None` at the default
-    one.
+    """A function that sends image number i modulo the number of images. All blocks are to run.
 
     A `patient` client waits after a failure as long as the gateway asks (Retry-After), and a second
     if nothing answers, before its next request, as simulated clients do. The function raises
@@ -78,7 +74,7 @@ def asking(
             begun = time.perf_counter()
             try:
                 answer = await client.classify(
-                    labelled.image, deadline_ms=deadline_ms, confidence=confidence, top=1
+                    labelled.image, deadline_ms=deadline_ms, confidence="off", top=1
                 )
             except SwarmError as error:
                 if error.status in _NOT_TAKEN:

@@ -1,7 +1,7 @@
 """The gateway's end of the hosts' wire: who has dialled in, and the visits to them.
 
-`docs/host-protocol.md` specifies it. Two things take part in the gateway's one port: the WebSockets
-of hosts, and the files of the model by their SHA-256. Nothing that a host sends is believed before
+`docs/host-protocol.md` specifies it. Every port of the gateway has the WebSockets of hosts, and
+the files of the model by their SHA-256. Nothing that a host sends is believed before
 `layershuffle_host.wire` has checked it.
 """
 

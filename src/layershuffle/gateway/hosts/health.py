@@ -33,7 +33,7 @@ from layershuffle.gateway.hosts.router import Router, refuse_odd
 from layershuffle.ground.errors import ModelFileError
 
 _TICK = 0.05  # seconds between checks of which hosts are due
-_AUDITS = 8  # at a time; further visits are not audited meanwhile
+_AUDITS = 8  # at a time; further visits of known hosts are not audited meanwhile
 _REMIND = 60.0  # seconds between two lines of the log on files that are gone
 _MILLI = 1000.0
 _NOISE = 0.1  # in a canary, as a share of the spread of a real state
@@ -194,6 +194,7 @@ class HealthMonitor:
         # Also of hosts that have left: an answer may be the last that they sent.
         self._references: dict[int, Reference] = {}
         self._audits: set[asyncio.Task[bool]] = set()
+        self._computing = asyncio.Semaphore(_AUDITS)
         self._told = -math.inf
         router.observers.append(self._observe)
         router.second_opinion = self._second_opinion
@@ -394,7 +395,8 @@ class HealthMonitor:
         wire = self.router.wire
         # The input of the hop's host, rounded by the wire.
         received = rounded(before, wire)
-        expected = await reference.compute(received)
+        async with self._computing:  # those of new hosts wait for their turn
+            expected = await reference.compute(received)
         if wire != "fp32":
             expected = before + (expected - received)  # the router adds to its own state
         self.audited += 1

@@ -27,9 +27,20 @@ async def hosts_on_ray(address: str, *, url: str, token: str, memory: int) -> No
     # It takes no processor from the cluster's own work, and Ray may start it as often as it ends.
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_host_class())
     actors: dict[str, Any] = {}
+    silent = False
     try:
         while True:
-            nodes = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
+            try:
+                known = await asyncio.to_thread(ray.nodes)
+            # Whatever Ray raises while its head starts again: the hosts that are there serve on.
+            except Exception as error:  # noqa: BLE001
+                if not silent:
+                    _log.warning("Ray does not say which nodes are there: %s", error)
+                silent = True
+                await asyncio.sleep(_LOOK)
+                continue
+            silent = False
+            nodes = {node["NodeID"] for node in known if node["Alive"]}
             for node in sorted(nodes - actors.keys()):
                 there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     node, soft=False

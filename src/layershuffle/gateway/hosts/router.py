@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -86,16 +87,18 @@ class Walk(RequestProgress):
     """A running request: its state, its progress, its visits so far and those in flight.
 
     `judge`: the chance that the answer for a state after so many blocks is right; `place`: what it
-    leaves while nothing of it is under way. While it waits, `woken` is not done.
+    leaves while nothing of it is under way; `judged`: after how many steps it was judged last.
+    While it waits, `woken` is not done.
     """
 
     state: State
     started: float
     rounds: Rounds
-    judge: Callable[[State, int], float] | None
+    judge: Callable[[State, int], Awaitable[float]] | None
     place: HeldPlace | None
     hops: list[Visited] = field(default_factory=list)
     under_way: list[PendingVisit] = field(default_factory=list)
+    judged: int = 0
     woken: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
@@ -176,7 +179,7 @@ class Router:
         deadline: float,
         min_blocks: int = 1,
         confidence: float | None = None,
-        chance: Callable[[State, int], float] | None = None,
+        chance: Callable[[State, int], Awaitable[float]] | None = None,
         place: HeldPlace | None = None,
     ) -> tuple[State, Route]:
         """Run the blocks that can be reached; return the state after them, and the route.
@@ -214,6 +217,11 @@ class Router:
             # Read once: the deadline might pass between two reads, and no visit would be late.
             now = self.clock()
             self._take_ended(walk, now)
+            # With fewer blocks it does not end, however sure it is.
+            kept = len(set(walk.done))
+            if walk.judge is not None and walk.judged < len(walk.done) and kept >= walk.min_blocks:
+                await self._judge(walk, walk.judge, kept=kept, now=now)
+                continue
             action = decide(
                 walk,
                 self.swarm,
@@ -228,6 +236,16 @@ class Router:
                 await self._wait(walk, action)
             else:
                 return action
+
+    async def _judge(
+        self, walk: Walk, judge: Callable[[State, int], Awaitable[float]], *, kept: int, now: float
+    ) -> None:
+        """Note the chance that the newest state is right, unless that takes longer than is left."""
+        walk.judged = len(walk.done)
+        ends = walk.deadline - self.limits.reserve_ms / _MILLI
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, ends - now)):
+                walk.chance = await judge(walk.state, kept)
 
     def _take_ended(self, walk: Walk, now: float) -> None:
         """Give up late visits, add answers that arrived, and drop visits that no longer count."""
@@ -343,11 +361,6 @@ class Router:
         walk.state = after if newest else walk.state + (after - call.before)
         walk.done.append(call.block)
         walk.versions.append(call.version)
-        kept = len(set(walk.done))
-        # With fewer blocks it does not end, however sure it is.
-        if walk.judge is not None and kept >= walk.min_blocks:
-            # Here and not in a thread: a head takes less time than a hop.
-            walk.chance = walk.judge(walk.state, kept)
 
     def _fail(self, walk: Walk, call: PendingVisit, *, outcome: Outcome, why: str) -> None:
         """Record a failed visit: one hop and at most one strike, even if it fails several times."""

@@ -312,9 +312,9 @@ class RemoteModel:
             start = await self._stem.result(model.stem, image)
         entered = time.perf_counter()
 
-        def chance(state: State, blocks: int) -> float:
+        async def chance(state: State, blocks: int) -> float:
             nonlocal answered
-            answered = state, self._head.run(model.head, state)
+            answered = state, await self._head.result(model.head, state)
             return float(probabilities(answered[1], self.temperatures[blocks - 1]).max())
 
         state, route = await router.walk(

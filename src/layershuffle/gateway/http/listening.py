@@ -7,8 +7,7 @@ turns, in which the addresses have their requests begun.
 
 Its own `limit_concurrency` answers everybody with 503 once silent connections reach it. Its
 `timeout_keep_alive` counts from the first request on, so that 200 clients which send a byte of
-their heads now and then stay for ever. Decision 040 says what other servers hold, and
-docs/deploy.md what none does.
+their heads now and then stay for ever. docs/deploy.md says what no server holds.
 """
 
 from __future__ import annotations

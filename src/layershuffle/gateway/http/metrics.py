@@ -33,7 +33,7 @@ class Metrics(Collector):
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        # Not the library's global registry: a process may run several gateways, as drills do.
+        # Not the library's global registry: a process may run several gateways, as tests do.
         self._registry = prometheus.CollectorRegistry()
         for collector in (self, gateway.counters.seconds, gateway.counters.blocks):
             self._registry.register(collector)

@@ -14,10 +14,9 @@ import secrets
 import ssl
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import httpx
-from fastapi.exceptions import RequestValidationError
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
@@ -27,6 +26,7 @@ from layershuffle.gateway.http.errors import HTTPError
 from layershuffle.gateway.http.secrets import client_context, pinned, read_secret
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.ground.files import explained, user_path, write_bytes
+from layershuffle.ground.text import one_line
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from layershuffle.gateway.http.requests import Gateway
 
 CommandName = Literal["drain", "readmit", "kill"]
+_HINT = 'send {"host": NAME} to /operator/drain, /operator/readmit or /operator/kill'
 _FILE = "operator.json"
 _KEY_BYTES = 24
 _TIMEOUT = 60.0  # seconds; a drain answers once no visit is open, after 30 s at most
@@ -60,21 +61,20 @@ def add_operator(app: FastAPI, *, key: str) -> None:
     gateway: Gateway = app.state.gateway
     keys = Keys([key])
 
-    async def command(name: CommandName, request: Request) -> dict[str, Any]:
+    async def command(name: str, request: Request) -> dict[str, Any]:
         keys.check(
             request,
             cause="The operator's key is missing or wrong",
             hint="`layershuffle swarm up` prints the address of the page with the key in it",
         )
+        if name not in get_args(CommandName):
+            raise UsageError(f"There is no command {name!r}", hint=_HINT)
         try:  # not as an argument: FastAPI would read the body of anybody, of any size
             host = Fields.model_validate_json(await request.body()).host
         except ValidationError as error:
-            problems: list[dict[str, Any]] = []
-            for problem in error.errors():
-                problems.append({**problem, "loc": ("body", *problem["loc"])})
-            raise RequestValidationError(problems) from error
+            raise UsageError(f"The body is no command ({one_line(error)})", hint=_HINT) from error
         try:
-            return await _execute(gateway, host, name=name)
+            return await _execute(gateway, host, name=cast(CommandName, name))
         except UsageError:
             raise
         except LayerShuffleError as error:

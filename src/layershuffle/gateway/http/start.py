@@ -38,6 +38,7 @@ from layershuffle.gateway.http.upkeep import Upkeep
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.files import write_bytes
 from layershuffle.models.manifest import MANIFEST
+from layershuffle_host.wire import MAX_TEXT
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
 _PATIENCE = 60.0  # seconds after which the start is told without the hosts that are not up
@@ -85,15 +86,15 @@ class Serving:
         self.keys = Keys(file=settings.keys)
         open_to_others = settings.public or settings.trusted_proxy
         self.local = is_loopback(settings.listen) and not open_to_others
-        if is_loopback(settings.listen):
+        if is_loopback(settings.listen) and not settings.trusted_proxy:
             return
         if not (self.keys or settings.public):
+            way = "through the proxy" if settings.trusted_proxy else "where other machines reach it"
             raise UsageError(
-                f"The gateway would listen on {settings.listen}, where other machines reach it, "
-                "without an API key",
+                f"The gateway would listen on {settings.listen}, {way}, without an API key",
                 hint="--keys FILE for clients with a key, --listen 127.0.0.1, or --public for all",
             )
-        if self.keys and self.tls is None:
+        if self.keys and self.tls is None and not is_loopback(settings.listen):
             _log.warning(
                 "API keys, images and answers are sent to and from %s unencrypted: anyone who can "
                 "listen on the way can read them and use the keys. Give the gateway a certificate "
@@ -220,8 +221,9 @@ async def serve_swarm(
                 others = []
                 operated.publish(url, certificate=settings.https_certificate)
                 if settings.ray is not None:
-                    # Not before: the nodes dial to this address.
-                    token = tokens[0]
+                    # Not before: the nodes dial to this address. The token of this process, so
+                    # that a rotation of those in the file shuts none of them out.
+                    token = connected.tokens[-1]
                     others = [hosts_on_ray(settings.ray, url=dial, token=token, memory=memory)]
                 async with background(*others):
                     ready(coordinator, url, operated.key)
@@ -289,15 +291,24 @@ def read_tokens(path: Path) -> tuple[str, ...]:
     """The tokens in a file, one a line; the file is made if it is not there.
 
     While tokens rotate there are two: hosts may know either, and new ones are given the first.
-    Raises `UsageError` for a file that others may read, and for a file with more tokens.
+    Raises `UsageError` for a file that others may read, for a token that the protocol cannot carry,
+    and for a file with more tokens.
     """
     if not path.exists():
         write_bytes(path, secrets.token_hex(32).encode("ascii"), private=True)
     text = read_secret(path, what="token", hint="name another --token-file, or remove it")
     tokens: list[str] = []
     for line in text.splitlines():
-        if line.strip():
-            tokens.append(line.strip())
+        token = line.strip()
+        if not token:
+            continue
+        if not token.isprintable() or len(token) > MAX_TEXT:
+            raise UsageError(
+                f"No host can send this token: it has {len(token)} signs, or some do not print",
+                place=path,
+                hint=f"a token has at most {MAX_TEXT} signs; remove the file for a new one",
+            )
+        tokens.append(token)
     if len(tokens) > _MOST_TOKENS:
         raise UsageError(
             f"The file holds {len(tokens)} tokens",
