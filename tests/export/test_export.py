@@ -234,6 +234,16 @@ def exported(model: nn.Module, out: Path, monkeypatch: pytest.MonkeyPatch) -> di
     return export_model("mine", out)
 
 
+def test_a_block_without_a_tensor_of_the_first_has_a_graph_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FAMILIES["timm-vit"].wrapped()
+    blocks_of(model)[2].mlp.fc2.bias = None
+    facts = exported(model, tmp_path / "files", monkeypatch)
+    graphs = [block["graph"] for block in facts["blocks"]]
+    assert graphs == ["block.onnx", "block.onnx", "block-02.onnx", "block.onnx"]
+
+
 def test_blocks_share_a_graph_if_they_compute_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

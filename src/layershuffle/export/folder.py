@@ -234,6 +234,8 @@ def _write_blocks(
         wanted = alone(state)
         # A block that computes in another way than those before has a graph of its own.
         for form in forms:
+            if not form.fits(module):
+                continue
             files = form.files(module, "fp32")
             if (error := _block_error(files, state, wanted)) <= PARITY:
                 break

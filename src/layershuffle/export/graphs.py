@@ -136,11 +136,17 @@ class BlockForm:
     """What all blocks of one graph share: the traced graph, without weights.
 
     `sources`: for each weight of the graph the tensor of the block's `state_dict`, and whether it
-    is transposed.
+    is transposed. `shapes`: those of all tensors of the block's `state_dict`, by name.
     """
 
     graph: ModelProto
     sources: Mapping[str, tuple[str, bool]]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def fits(self, block: nn.Module) -> bool:
+        """Whether a block has the tensors of this form; it may compute in another way all the
+        same."""
+        return _shapes_of(block) == self.shapes
 
     def files(self, block: nn.Module, precision: BlockPrecision) -> tuple[bytes, bytes]:
         """The graph, and the weights as safetensors, of a block of this form."""
@@ -193,7 +199,11 @@ def form_of(module: ModelPart, example: Tensor) -> BlockForm:
     for name, source in sources.items():
         if name in used:
             own[names[name]] = source
-    return BlockForm(graph, own)
+    return BlockForm(graph, own, _shapes_of(module.model))
+
+
+def _shapes_of(block: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
 
 
 def _transpose_ahead(graph: ModelProto, sources: dict[str, tuple[str, bool]]) -> None:
