@@ -237,7 +237,10 @@ class OperatorCommand(Command):
 
 @dataclass(frozen=True)
 class DrainCommand(OperatorCommand):
-    """Let a host finish its work and take no more."""
+    """Let a host finish its work and take no more.
+
+    It is in service again after `swarm readmit`, and when the gateway starts again.
+    """
 
     host: str
     """Name of the host."""
