@@ -311,6 +311,7 @@ CATCH_ALL = {
     "core.checks.trials": "a trial may end in any error of a model, which is the reason said",
     "models.onnx_models": "what ONNX Runtime raises has no class of its own",
     "gateway.hosts.health": "an answer to a canary may be anything, and the watch goes on",
+    "gateway.hosts.on_ray": "a cluster that does not say its nodes is asked again",
     "gateway.hosts.service": "a watch that breaks is logged and begins anew",
     "study.worker": "one task of a study has failed, and others go on",
     "cli.__init__": "the last line of defence: a paragraph for users, --debug for us",
