@@ -294,6 +294,8 @@ def test_members_of_an_ensemble_keep_their_own() -> None:
     first, second = ({str(score.member_orders[k]) for score in scores} for k in (0, 1))
     assert first <= {"0,1,2,3", "0,2,1,3"}
     assert any(not text.startswith("0,") for text in second)
+    with refuses(UsageError):  # they have no orders in common
+        ls.evaluate_ensemble(members, BATCHES, num_orders=6, orders="same")
 
 
 # --- analyses -------------------------------------------------------------------------------------

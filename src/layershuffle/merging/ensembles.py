@@ -108,6 +108,13 @@ def evaluate_ensembles(
     drawn = False
     for depth, fixed in zip(depths, ends, strict=True):
         drawn = drawn or mode.is_drawn(depth, fixed=fixed)
+    same = any(kind == "same" for _, kind in variants)
+    if same and drawn and len(set(ends)) > 1:
+        raise UsageError(
+            "The members cannot run in the same orders: other blocks keep their place in each "
+            f"({', '.join(map(str, ends))})",
+            hint="let each draw its own: orders='independent', --ensemble-orders independent",
+        )
     draws = num_orders if drawn else 1
     per_batch = draw == "batch" and drawn
 

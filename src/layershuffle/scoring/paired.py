@@ -42,10 +42,13 @@ def paired_scores(
     pairs: dict[str, list[tuple[Score, Score]]] = {}
     for one, other in zip(first, second, strict=True):
         if one.batch_orders != other.batch_orders or one.order != other.order:
+            # Ends that both were trained with: with fewer a model runs orders that it never saw.
+            first_ends = max(one.fixed[0], other.fixed[0])
+            last_ends = max(one.fixed[1], other.fixed[1])
             raise UsageError(
-                f"The models do not run in the same orders in the mode {one.label}: other blocks "
-                "keep their place",
-                hint="give --fixed 0,0",
+                f"The models do not run in the same orders in the mode {one.label}: of one the "
+                f"ends {one.fixed} keep their place, of the other {other.fixed}",
+                hint=f"give --fixed {first_ends},{last_ends}, or --modes sequential",
             )
         if one.images != other.images:
             raise UsageError(
