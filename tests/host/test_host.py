@@ -605,7 +605,7 @@ def test_a_host_goes_on_where_another_one_of_its_cache_stopped(
 def test_two_gateways_assign_a_block_at_once(
     digits: Path, gateway: Gateway, tmp_path: Path
 ) -> None:
-    """It is loaded once, and fits: its own bytes are not in its way."""
+    """It is kept once, and fits: its own bytes are not in its way."""
     other = Gateway(digits)
     block = gateway.blocks[0]
 

@@ -208,9 +208,8 @@ def answer(measured: Measurement) -> str:
     last = with_interval(facts, "distance_last", form=".2f")
     return (
         f"The block at the first drawn position looks {first} patches far and the one at the last "
-        f"{last} "
-        f"({facts['distance_if_even']:.2f} would be alike to all patches); evenness goes from "
-        f"{100 * facts['even_first']:.0f} to {100 * facts['even_last']:.0f} % of the largest."
+        f"{last} ({facts['distance_if_even']:.2f} would be alike to all patches); evenness goes "
+        f"from {100 * facts['even_first']:.0f} to {100 * facts['even_last']:.0f} % of the largest."
     )
 
 
