@@ -112,9 +112,9 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "max_parallel must be a whole number from 1, got 2.5": ("anyorder", {"max_parallel": 2.5}),
     "one of none, encode, predict, got 'encoding'": ("anyorder", {"position": "encoding"}),
     "more than the 3 blocks": ("truncated", {"kept": 3, "distinct": 4}),
-    "of which 2 keep their place": ("truncated", {"kept": 3, "distinct": 2, "fixed": (1, 1)}),
+    "of which 2 keep their place": ("truncated", {"kept": 4, "distinct": 3, "fixed": (1, 1)}),
     "min_kept=1 is too few": ("anyorder", {"min_kept": 1, "fixed": (1, 1)}),
-    "kept=2 is too few": ("truncated", {"kept": 2, "fixed": [1, 1]}),
+    "kept=3 is too few": ("truncated", {"kept": 3, "fixed": [1, 1]}),
     "two numbers of blocks from 0, got (1,)": ("anyorder", {"fixed": (1,)}),
     "two numbers of blocks from 0, got (-1, 1)": ("anyorder", {"fixed": (-1, 1)}),
 }
@@ -132,16 +132,17 @@ def test_refused_with_the_reason(phrase: str) -> None:
     ("name", "options"),
     [
         ("anyorder", {"min_kept": 2}),
-        ("truncated", {"kept": 3, "fixed": (1, 1)}),
+        ("truncated", {"kept": 4, "fixed": (1, 1)}),
         ("truncated", {"kept": 3, "distinct": 3}),
-        ("truncated", {"kept": 3, "distinct": 1, "fixed": (1, 1)}),
+        ("truncated", {"kept": 4, "distinct": 2, "fixed": (1, 1)}),
         ("layershuffle", {"kept": 3, "min_kept": 3}),
     ],
 )
 def test_numbers_of_blocks_that_just_fit(name: str, options: dict[str, Any]) -> None:
-    (order,) = Method(name, **{"orders_per_batch": 1, **options}).orders(3, step=1)
-    assert len(order) == 3 or "min_kept" in options
-    assert set(order.blocks) <= {0, 1, 2}
+    depth = options.get("kept", 4)
+    (order,) = Method(name, **{"orders_per_batch": 1, **options}).orders(depth, step=1)
+    assert len(order) == depth or "min_kept" in options
+    assert set(order.blocks) <= {*range(depth)}
 
 
 # --- orders and exits -----------------------------------------------------------------------------

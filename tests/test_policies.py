@@ -428,6 +428,7 @@ BAD: dict[str, Callable[[], object]] = {
     "ends number": lambda: ls.Shuffled(fixed=1),  # type: ignore[arg-type]
     "ends negative": lambda: ls.Kept(3, fixed=(1, -1)),
     "ends everywhere": _draw(ls.Shuffled(fixed=(6, 6))),
+    "ends but one": _draw(ls.Shuffled(fixed=(6, 5))),
     "fewer than the ends": _draw(ls.Kept(2, fixed=(2, 1))),
     "kept below the ends": _draw(ls.Shuffled(kept=(2, None), fixed=(2, 1))),
     "fixed list": lambda: ls.Fixed([1, 0]),  # type: ignore[arg-type]
@@ -479,8 +480,9 @@ def test_mode_texts(text: str, policy: OrderPolicy, *, drawn: bool) -> None:
     assert parse_modes(str(mode)) == (mode,)
 
 
-@pytest.mark.parametrize("fixed", [(0, 0), (1, 1)])
-@pytest.mark.parametrize("drawn", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("fixed", "drawn"), [((0, 0), 1), ((0, 0), 2), ((0, 0), 3), ((1, 1), 2), ((1, 1), 3)]
+)
 @pytest.mark.parametrize("order", ["sequential", "arbitrary"])
 @pytest.mark.parametrize("choose", ["random", "spaced", "first", "last"])
 def test_a_mode_has_as_many_scores_as_it_has_orders(

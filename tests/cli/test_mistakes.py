@@ -13,7 +13,7 @@ from test_help import FLAGS
 import layershuffle as ls
 from common import DIGITS_VIT, redraw
 from layershuffle.cli import main
-from layershuffle.models.output import directory_of
+from layershuffle.models.spec import directory_of
 
 MODEL = DIGITS_VIT
 DATA = "digit-pairs?train=40&validation=30&test=20"

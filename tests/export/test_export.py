@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -353,12 +354,14 @@ def test_changed_files_and_a_manifest_that_lies_are_refused(shipped: Path, tmp_p
 def test_a_swarm_exports_a_model_again_when_its_files_change(
     spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def export(_: str, out: Path) -> None:
+    def export(words: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        out = Path(words[-1])
         out.mkdir()
         (out / MANIFEST).touch()
+        return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("layershuffle.export.export_model", export)
+    monkeypatch.setattr(subprocess, "run", export)
     model = tmp_path / "model"
     model.mkdir()
     places = []

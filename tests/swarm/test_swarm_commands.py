@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import re
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from layershuffle.gateway.http.operator import find_operator, published, state_d
 from layershuffle.gateway.http.start import Serving, serve_swarm
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError, UsageError
+from layershuffle.models.manifest import read_manifest
 from waiting import HANGS, wait_for
 
 
@@ -117,6 +119,22 @@ def test_a_gateway_starts_without_torch():
     words = [sys.executable, "-c", f"{code}print('torch' in sys.modules)"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_model_in_torch_is_exported_by_another_process(tmp_path):
+    code = (
+        "from layershuffle.gateway.hosts.served_model import served_directory; import sys; "
+        "print(served_directory('bundled:digits'), 'torch' in sys.modules)\n"
+        "served_directory('dir:/nothing/here')"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    place, in_this_process = done.stdout.split()
+    assert in_this_process == "False"
+    assert len(read_manifest(Path(place)).blocks) == 12
+    last = done.stderr.splitlines()[-1]
+    assert "dir:/nothing/here cannot be exported: There is no such directory" in last
 
 
 # --- the operator's endpoint ----------------------------------------------------------------------

@@ -11,6 +11,7 @@ import signal
 import sys
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -290,11 +291,16 @@ def test_a_run_records_the_start_that_it_made(undisturbed, tmp_path):
     out, _ = undisturbed["layershuffle"]
     for model, begins_with in ((MODEL, 0.1), (f"dir:{out / 'model'}", 1.0)):
         run = tmp_path / str(begins_with)
-        result = fit(settings(model=model, method="anyorder", steps=1, lr=1e-12), run)
+        told: list[dict[str, Any]] = []
+        result = fit(
+            settings(model=model, method="anyorder", steps=1, lr=1e-12), run, on_event=told.append
+        )
+        assert "model of 4 blocks (2 of them drawn)" in told[0]["text"]
         record = json.loads((run / "model" / "layershuffle.json").read_text())
         assert record["settings"]["branch_scale"] == begins_with
         notes = [note for note in result.data["notes"] if "--branch-scale" in note]
         assert len(notes) == 1
+    assert any("--fixed 0,0 before" in note for note in result.data["notes"])
     # The weights of the run before, which a rate of nearly zero leaves as they are.
     assert_same_weights(weights(run), weights(out), tolerance=1e-9)
 

@@ -105,7 +105,7 @@ def settings_of(spec: str) -> dict[str, Any]:
 
     Settings of settings are named as their flags: encoding.table. Empty without a record.
     """
-    from layershuffle.models.output import model_directory
+    from layershuffle.models.spec import model_directory
 
     place = model_directory(user_path(packaged_file(Path(spec.removeprefix("dir:")))))
     stored: dict[str, Any] = {}

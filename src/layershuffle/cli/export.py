@@ -78,9 +78,12 @@ def _lines(manifest: dict[str, Any], out: Path) -> list[str]:
     speed = manifest["speed"]
     worst = max(block["parity"] for block in manifest["blocks"])
     graphs = len({block["graph"] for block in manifest["blocks"]})
+    in_ends = sum(manifest.get("fixed", (0, 0)))
+    ends = f" (and {in_ends} in the graphs of stem and head)" if in_ends else ""
     lines = [
         f"{manifest['model']}, {manifest['precision']}: {files}",
-        f"{counted(manifest['depth'], 'block')}, {counted(graphs, 'graph')}; largest error of a "
+        f"{counted(len(manifest['blocks']), 'block')}{ends}, {counted(graphs, 'graph')}; largest "
+        "error of a "
         f"block against torch: {worst:.1e} of its largest number",
         f"a block takes {speed['block_ms']:.3f} ms for one image on one thread here"
         + ("" if manifest["precision"] == "fp32" else f" (fp32: {speed['fp32_block_ms']:.3f} ms)"),

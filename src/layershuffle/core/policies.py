@@ -35,8 +35,8 @@ from layershuffle.core.checks.policies import (
     check_sequential_every,
     checked_parallel,
     checked_range,
-    no_inner_block,
     passes_without_count,
+    too_many_ends,
     unknown_mode,
 )
 from layershuffle.core.draws import Stream
@@ -353,11 +353,12 @@ def _kept_of(
 def drawn_blocks(depth: int, fixed: tuple[int, int]) -> range:
     """The inner blocks of a model with the ends `fixed`: those that policies draw.
 
-    Raises `UsageError` if the ends leave none.
+    Raises `UsageError` if the ends leave fewer than two, which have one order.
     """
     first, last = fixed
-    if first + last >= depth:
-        raise no_inner_block(fixed, depth)
+    ends = first + last
+    if ends and ends + 2 > depth:
+        raise too_many_ends(fixed, depth)
     return range(first, depth - last)
 
 

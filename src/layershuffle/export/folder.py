@@ -49,7 +49,7 @@ from layershuffle.models.files import weights_digest
 from layershuffle.models.manifest import CALIBRATION, MANIFEST, MANIFEST_SCHEMA
 from layershuffle.models.onnx_models import OnnxGraph
 from layershuffle.models.origin import origin_of
-from layershuffle.models.output import own_directory
+from layershuffle.models.spec import own_directory
 from layershuffle.models.stem_head import refuse_more_than_blocks, run_head, run_stem
 from layershuffle.scoring.evaluate_spec import evaluate_spec
 from layershuffle.scoring.settings import EvalSettings

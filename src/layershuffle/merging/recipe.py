@@ -27,7 +27,8 @@ from layershuffle.ground.text import did_you_mean, shortened
 from layershuffle.merging.plans import MergePlan, Source
 from layershuffle.merging.scoring import load_group
 from layershuffle.models import save
-from layershuffle.models.output import FILES_OF_A_MODEL, check_output, own_directory
+from layershuffle.models.output import FILES_OF_A_MODEL, check_output
+from layershuffle.models.spec import own_directory
 
 
 class Slice(Settings):

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import UsageError
-from layershuffle.ground.files import user_path
 from layershuffle.models.files import CONFIG, PROCESSOR, WEIGHTS_INDEX
 from layershuffle.models.manifest import CALIBRATION
 from layershuffle.models.metadata import METADATA_FILE
 from layershuffle.models.position_files import PARTS
-from layershuffle.models.spec import parse_spec
+from layershuffle.models.spec import directory_of
 
 CARD = "README.md"
 FILES_OF_A_MODEL = (
@@ -48,34 +46,3 @@ def check_output(out: Path, *, reads: Iterable[str], overwrite: bool) -> None:
         raise UsageError(
             "This path exists already", place=out, hint="name another --out, or add --overwrite"
         )
-
-
-def own_directory(spec: str) -> Path | None:
-    """The directory of a bundled, saved or trained model; `None` for a model of another library.
-
-    Raises `UsageError` for an invalid spec.
-    """
-    return directory_of(spec) if parse_spec(spec).scheme in ("bundled", "dir") else None
-
-
-def directory_of(spec: str) -> Path | None:
-    """The directory with the files of the model `spec`; `None` for a model that a library makes.
-
-    Raises `UsageError` for an invalid spec.
-    """
-    parsed = parse_spec(spec)
-    if parsed.scheme == "bundled":
-        return asset(parsed.place)
-    if "checkpoint" in parsed.settings:
-        return user_path(str(parsed.settings["checkpoint"])).parent
-    path = user_path(parsed.place)
-    if parsed.scheme == "dir":
-        return model_directory(path)
-    # Names of the hub are no paths, unless a directory of that name exists.
-    return path if path.is_dir() else None
-
-
-def model_directory(place: Path) -> Path:
-    """`place`; for a directory of `fit` the model in it, one level below its checkpoints."""
-    model = place / "model"
-    return model if (model / METADATA_FILE).is_file() else place

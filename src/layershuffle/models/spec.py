@@ -1,17 +1,22 @@
-"""Parse model specs, "scheme:place?key=value&key=value". This module imports no model library
-unless a name has to be guessed."""
+"""Parse model specs, "scheme:place?key=value&key=value", and find the directories that they name.
+
+This module imports no model library unless a name has to be guessed.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import UsageError
 from layershuffle.ground.files import user_path
 from layershuffle.ground.text import did_you_mean, settings_of_query
+from layershuffle.models.metadata import METADATA_FILE
 
 # The form that users see, by scheme. A "?" in the form means that settings may follow.
 FORMS = {
@@ -84,3 +89,34 @@ def _value(text: str, spec: str) -> Any:
     with suppress(ValueError):
         return float(value) if isinstance(value, str) else value
     return value
+
+
+def own_directory(spec: str) -> Path | None:
+    """The directory of a bundled, saved or trained model; `None` for a model of another library.
+
+    Raises `UsageError` for an invalid spec.
+    """
+    return directory_of(spec) if parse_spec(spec).scheme in ("bundled", "dir") else None
+
+
+def directory_of(spec: str) -> Path | None:
+    """The directory with the files of the model `spec`; `None` for a model that a library makes.
+
+    Raises `UsageError` for an invalid spec.
+    """
+    parsed = parse_spec(spec)
+    if parsed.scheme == "bundled":
+        return asset(parsed.place)
+    if "checkpoint" in parsed.settings:
+        return user_path(str(parsed.settings["checkpoint"])).parent
+    path = user_path(parsed.place)
+    if parsed.scheme == "dir":
+        return model_directory(path)
+    # Names of the hub are no paths, unless a directory of that name exists.
+    return path if path.is_dir() else None
+
+
+def model_directory(place: Path) -> Path:
+    """`place`; for a directory of `fit` the model in it, one level below its checkpoints."""
+    model = place / "model"
+    return model if (model / METADATA_FILE).is_file() else place

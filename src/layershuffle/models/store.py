@@ -64,14 +64,14 @@ from layershuffle.models.metadata import (
     read_metadata,
 )
 from layershuffle.models.origin import origin_of, remember, unknown_name
-from layershuffle.models.output import CARD, FILES_OF_A_MODEL, model_directory
+from layershuffle.models.output import CARD, FILES_OF_A_MODEL
 from layershuffle.models.position_files import (
     PARTS,
     forms_of,
     with_stored_parts,
     write_parts,
 )
-from layershuffle.models.spec import ModelSpec, parse_spec
+from layershuffle.models.spec import ModelSpec, model_directory, parse_spec
 
 _SAVE_AGAIN = "the files come from different models, or were changed: save the model again"
 
@@ -216,10 +216,10 @@ def _write(
 def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> nn.Module:
     """`model` itself, shortened to `blocks` (ids, each once), which it now runs in that order.
 
-    Stem and head stay, and ends that keep their place do if the blocks have them there; otherwise
-    all are drawn. It can be saved and loaded as an ordinary model of its library. Raises
-    `UsageError` for repeats, for models with position parts (their tables belong to another depth),
-    and where the library cannot describe the shorter model; the model is then as before.
+    Stem and head stay, and ends that keep their place do if the blocks have them there and two
+    others; otherwise all are drawn. It can be saved and loaded as an ordinary model of its library.
+    Raises `UsageError` for repeats, for models with position parts (their tables belong to another
+    depth), and where the library cannot describe the shorter model; the model is then as before.
     """
     stack = stack_of(wrap(model))
     order = order_of(blocks, stack.depth)
@@ -239,7 +239,7 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
     except UsageError:
         _replace_parts(stack, before)
         raise
-    keeps = order.keeps_ends(stack.fixed) and sum(stack.fixed) < len(order)
+    keeps = order.keeps_ends(stack.fixed) and sum(stack.fixed) + 2 <= len(order)
     stack.fixed = stack.fixed if keeps else (0, 0)
     # Method and scores do not apply to the shorter model.
     return remember(model, replace(origin_of(model), record={}))

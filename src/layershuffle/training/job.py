@@ -281,19 +281,27 @@ def _warn_of_few(data: ImageData) -> None:
 
 
 def _started(method: Method, backbone: nn.Module) -> tuple[Method, list[str]]:
-    """The method with the `branch_scale` that it applies to `backbone`, and a note that says so."""
+    """The method with the `branch_scale` that it applies to `backbone`, and notes on both."""
+    stack = stack_of(backbone)
     scale = method.branch_scale
+    notes: list[str] = []
+    if stack.shuffled and stack.fixed != method.fixed:
+        before = "--fixed {},{}".format(*stack.fixed)
+        now = "--fixed {},{}".format(*method.fixed)
+        notes.append(f"the model was trained with {before} before, and is trained with {now} now")
     if scale == 1:
-        return method, []
-    if stack_of(backbone).shuffled:
-        return replace(method, branch_scale=1.0), [
+        return method, notes
+    if stack.shuffled:
+        notes.append(
             "the model was prepared for drawn orders before, so its blocks begin with their "
             f"weights as they are, without --branch-scale {scale:g}"
-        ]
-    return method, [
+        )
+        return replace(method, branch_scale=1.0), notes
+    notes.append(
         f"drawn blocks begin with {scale:g} of what they add to the state, so the first scores are "
         "hardly better than chance (--branch-scale 1 leaves the weights as they are)"
-    ]
+    )
+    return method, notes
 
 
 def _notes(data: ImageData, settings: FitSettings, *, steps: int, chooses: bool) -> list[str]:

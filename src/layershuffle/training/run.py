@@ -223,9 +223,12 @@ def _describe_data(job: Job) -> str:
         if split is not None:
             sizes.append(f"{split.size:,} {name}")
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
+    depth = depth_of(job.model)
+    ends = sum(job.method.fixed)
+    drawn = f" ({depth - ends} of them drawn)" if ends else ""
     return (
-        f"{', '.join(sizes)} images of {len(job.data.classes)} classes; model of "
-        f"{depth_of(job.model)} blocks, {parameters:,} parameters"
+        f"{', '.join(sizes)} images of {len(job.data.classes)} classes; model of {depth} "
+        f"blocks{drawn}, {parameters:,} parameters"
     )
 
 

@@ -99,7 +99,7 @@ def _check_counts(options: Mapping[str, Any]) -> None:
                 + (f", of which {own} keep their place" if own else ""),
                 hint=f"give at most {kept - own}",
             )
-    for option, fewest in (("min_kept", ends), ("kept", ends + 1)):
+    for option, fewest in (("min_kept", ends), ("kept", ends + 2 if ends else 1)):
         number = options[option]
         if number is not None and number < fewest:
             raise UsageError(

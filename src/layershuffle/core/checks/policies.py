@@ -106,12 +106,14 @@ def check_random_count(low: int, high: int, *, depth: int, ends: int) -> None:
     )
 
 
-def no_inner_block(fixed: tuple[int, int], depth: int) -> UsageError:
-    """The error for ends which leave no block of a model to draw."""
+def too_many_ends(fixed: tuple[int, int], depth: int) -> UsageError:
+    """The error for ends which leave a model fewer than two blocks to draw."""
     first, last = fixed
+    most = depth - 2
     return UsageError(
-        f"fixed=({first}, {last}) leaves no block to draw of a model with {depth}",
-        hint=f"let at most {depth - 1} blocks keep their place",
+        f"fixed=({first}, {last}) leaves fewer than two blocks to draw of a model with {depth}, so "
+        "it has one order",
+        hint=f"let at most {most} of them keep their place" if most > 0 else "fixed=(0, 0)",
     )
 
 

@@ -105,8 +105,7 @@ def calibration_path(model: str) -> Path:
 
     Raises `UsageError` for models without a directory of their own, as those of this package.
     """
-    from layershuffle.models.output import model_directory
-    from layershuffle.models.spec import parse_spec
+    from layershuffle.models.spec import model_directory, parse_spec
 
     parsed = parse_spec(model)
     if parsed.scheme != "dir":

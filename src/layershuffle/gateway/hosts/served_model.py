@@ -12,6 +12,8 @@ import asyncio
 import hashlib
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,9 +37,9 @@ from layershuffle.gateway.calibration.calibration import (
 )
 from layershuffle.gateway.hosts.places import HeldPlace
 from layershuffle.gateway.hosts.router import Router
-from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError
 from layershuffle.ground.files import user_path
+from layershuffle.ground.text import printable
 from layershuffle.models.manifest import (
     CALIBRATION,
     MANIFEST,
@@ -46,6 +48,7 @@ from layershuffle.models.manifest import (
     is_quantised,
     read_manifest,
 )
+from layershuffle.models.spec import directory_of
 from layershuffle_host.blocks import Block
 
 _SEED = 20407
@@ -171,18 +174,13 @@ class ServedModel:
 def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Path:
     """The directory with the exported files of the model `spec`.
 
-    A model that is not exported is exported once into the user's cache. Raises the errors of
-    `export_model`.
+    A model that is not exported is exported once into the user's cache, by another process, because
+    that takes torch. Raises `UsageError` for an invalid spec, and `LayerShuffleError` with what
+    that process said if it fails.
     """
-    scheme, _, place = spec.partition(":")
-    here = asset(place) if scheme == "bundled" else user_path(spec.removeprefix("dir:"))
-    if (here / MANIFEST).is_file():
-        return here
-    # These import torch.
-    from layershuffle.export import export_model
-    from layershuffle.models.output import directory_of
-
     directory = directory_of(spec)
+    if directory is not None and (directory / MANIFEST).is_file():
+        return directory
     digest = hashlib.sha256(f"{MANIFEST_SCHEMA} {spec}".encode())
     # A model that was trained further, or calibrated, is another one.
     paths = [] if directory is None else sorted(directory.glob("*"))
@@ -197,7 +195,18 @@ def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Pa
     if not (out / MANIFEST).is_file():
         out.parent.mkdir(parents=True, exist_ok=True)
         say(f"Exporting {spec} into {out}, once ...")
-        export_model(spec, out)
+        ended = subprocess.run(
+            [sys.executable, "-m", "layershuffle", "export", spec, "--out", str(out)],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        # Another gateway may have exported it first, and then this process is refused.
+        if ended.returncode and not (out / MANIFEST).is_file():
+            *_, last = ["", *ended.stderr.decode(errors="replace").strip().splitlines()]
+            reason = printable(last.removeprefix("error: ").rstrip("."))
+            raise LayerShuffleError(f"{spec} cannot be exported: {reason}")
     return out
 
 
