@@ -3,7 +3,6 @@ from .core.evaluation import evaluate as evaluate
 from .core.forwards import forward_many as forward_many
 from .core.methods import Method as Method
 from .core.orders import ExecutionOrder as ExecutionOrder
-from .core.policies import Fixed as Fixed
 from .core.policies import Kept as Kept
 from .core.policies import LayerDrop as LayerDrop
 from .core.policies import Sequential as Sequential

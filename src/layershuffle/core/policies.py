@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from math import comb
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, cast
 
 from layershuffle.core.checks.orders import check_depth, checked_fixed
 from layershuffle.core.checks.policies import (
@@ -40,7 +40,7 @@ from layershuffle.core.checks.policies import (
     unknown_mode,
 )
 from layershuffle.core.draws import Stream
-from layershuffle.core.orders import ExecutionOrder, order_of
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.ground.errors import UsageError
 
 OrderMode = Literal["sequential", "arbitrary"]
@@ -49,24 +49,8 @@ Choice = Literal["random", "spaced", "first", "last"]
 _COUNTING = threading.Lock()
 
 
-@runtime_checkable
-class OrderPolicy(Protocol):
-    """The interface of all policies below."""
-
-    def draw(
-        self,
-        depth: int,
-        *,
-        seed: int = 0,
-        step: int | None = None,
-        micro_batch: int = 0,
-        rank: int = 0,
-    ) -> ExecutionOrder:
-        """The order of this policy at (seed, step, micro_batch, rank)."""
-
-
 @dataclass(frozen=True)
-class _Policy:
+class OrderPolicy:
     """What all policies share: the counter of draws without a step, and the stream of a draw.
 
     `drawn` says how many orders were drawn without a step. It is no part of the value: equal
@@ -110,7 +94,7 @@ class _Policy:
 
 
 @dataclass(frozen=True)
-class _TrainingPolicy(_Policy):
+class _TrainingPolicy(OrderPolicy):
     """What the policies of training share.
 
     `parallel=(low, high)`: the blocks run in rounds, side by side. Each size is uniform in
@@ -217,7 +201,7 @@ class LayerDrop(_TrainingPolicy):
 
 
 @dataclass(frozen=True)
-class Kept(_Policy):
+class Kept(OrderPolicy):
     """`k` blocks of the model, chosen by `choose`, in ascending or in uniform random order.
 
     `choose`: "random" (a uniform subset), "spaced" (evenly from the first block to the last),
@@ -270,24 +254,6 @@ class Kept(_Policy):
         return tuple(inner[:count] if self.choose == "first" else inner[len(inner) - count :])
 
 
-@dataclass(frozen=True)
-class Fixed(_Policy):
-    """Always the given order."""
-
-    order: ExecutionOrder
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.order, ExecutionOrder):
-            raise UsageError(
-                f"Fixed takes an ExecutionOrder, not {self.order!r}",
-                hint='Fixed(ExecutionOrder.parse("3,0,2", depth=12))',
-            )
-
-    def _order(self, depth: int, stream: Stream, *, turn: int) -> ExecutionOrder:
-        del stream, turn
-        return order_of(self.order, depth)
-
-
 def spaced(k: int, depth: int) -> tuple[int, ...]:
     """`k` evenly spaced block ids from 0 to depth-1, halves rounded up; for `k` = 1, block 0."""
     if k == 1:
@@ -298,7 +264,7 @@ def spaced(k: int, depth: int) -> tuple[int, ...]:
 
 def policy_to_json(policy: OrderPolicy) -> dict[str, Any]:
     """`{"policy": "shuffled", "kept": [3, null]}`: its name and the options that are given."""
-    fields: dict[str, Any] = asdict(policy)  # type: ignore[call-overload]  # all are dataclasses
+    fields: dict[str, Any] = asdict(policy)
     del fields["drawn"]
     given = {key: value for key, value in fields.items() if value not in (None, (0, 0))}
     return {"policy": type(policy).__name__.lower(), **given}
