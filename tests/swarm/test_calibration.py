@@ -640,7 +640,7 @@ def test_a_request_ends_where_its_chance_first_reaches_the_confidence(confidence
 
 def test_what_an_answer_expects_is_that_of_its_kind():
     """Sure, never sure, not asked: with `off`, and where it could not end before all blocks."""
-    sure = answer_of(sure_at(0.9), confidence=0.3, min_blocks=1)
+    sure = answer_of(sure_at(0.9), confidence=0.3)
     assert (sure["ending"], sure["expected"]["top1"], sure["expected"]["sure"]) == (
         "sure",
         97,
@@ -655,6 +655,11 @@ def test_what_an_answer_expects_is_that_of_its_kind():
     low = answer_of(sure_at(0.9), confidence=0.2)
     assert (low["ending"], low["expected"]) == ("sure", None)
     assert low["expected_why"] == "no request ended at a chance of 20 % when it was measured"
+    earlier = answer_of(sure_at(0.9), confidence=0.3, min_blocks=1)
+    assert (earlier["ending"], earlier["expected"]) == ("sure", None)
+    assert (
+        earlier["expected_why"] == "requests that may end after 1 block were not measured, only 2"
+    )
 
 
 def test_fewest_blocks_hold_also_for_sure_answers():

@@ -35,6 +35,7 @@ from layershuffle.gateway.hosts.served_model import Classified, RemoteModel
 from layershuffle.gateway.http.admission import BODY_HINT, Admission, GatewayLimits, Keys
 from layershuffle.gateway.http.answers import Classification, Guess, Hop, Skipped, Times
 from layershuffle.ground.errors import DataError, UsageError
+from layershuffle.ground.text import counted
 from layershuffle.images.pixels import image_batch
 
 if TYPE_CHECKING:
@@ -280,13 +281,18 @@ class Gateway:
             sure=route.ending == "sure",
             again=len(route.order) > route.kept,
         )
-        if expected is not None:
+        if least != sureness.least:
+            after = counted(least, "block")
+            why = f"requests that may end after {after} were not measured, only {sureness.least}"
+        elif expected is not None:
             return expected, ""
-        if sureness.stop_at(confidence) is None:
+        elif sureness.stop_at(confidence) is None:
             percent = f"{100 * confidence:g} %"
-            return None, f"no request ended at a chance of {percent} when it was measured"
-        sure = "sure" if route.ending == "sure" else "not sure"
-        return None, f"too few answers were {sure} after {route.kept} blocks when it was measured"
+            why = f"no request ended at a chance of {percent} when it was measured"
+        else:
+            sure = "sure" if route.ending == "sure" else "not sure"
+            why = f"too few answers were {sure} after {route.kept} blocks when it was measured"
+        return None, why
 
     def _expected(self, cell: Cell | None) -> tuple[Expected | None, str]:
         """The accuracy to expect of answers in `cell`, or `None` and the reason."""
