@@ -10,6 +10,8 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
+
 from layershuffle.cli.command import ComputingCommand, ImageFiles, Inline, Reporting
 from layershuffle.cli.words import MODEL
 from layershuffle.ground.errors import DataError, UsageError
@@ -228,7 +230,7 @@ class PredictCommand(ComputingCommand, Reporting):
     kept:9:arbitrary and others."""
     seed: int = 0
     """Seed of the drawn order."""
-    fixed: str | None = None
+    fixed: Annotated[str | None, Parameter(metavar="FIRST,LAST")] = None
     """How many blocks at the beginning and at the end keep their place, as in 1,1; with 0,0 any
     order runs (default: as the model was trained)."""
     top: int = 5

@@ -55,7 +55,7 @@ Precision = Literal["fp32", "bf16"]
 Ends = Annotated[
     tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]],
     BeforeValidator(_pair_of_flag),
-    Parameter(n_tokens=1),
+    Parameter(n_tokens=1, metavar="FIRST,LAST"),
 ]
 """Numbers of first and last blocks that keep their place: [1, 1] in a recipe, 1,1 as a flag."""
 Name = Annotated[str, Field(pattern=r"^[^/.][^/]*$")]
