@@ -22,7 +22,11 @@ from dial_site import TOKEN, Site, digits, gateway, hosting, replayed, states
 from page_site import CHROMIUM
 from starlette.applications import Starlette
 
+from exported import SHIPPED
+from layershuffle.export import export_model
 from layershuffle.gateway.brain.state import VisitError
+from layershuffle.gateway.hosts.served_model import ServedModel
+from layershuffle.gateway.http import files
 from layershuffle.gateway.http.files import join_routes
 from layershuffle.ground.extras import install_line
 from once import once
@@ -57,13 +61,15 @@ def runtime(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def browsing(runtime: Path) -> AsyncIterator[tuple[Site, Callable[..., Awaitable[Any]]]]:
+async def browsing(
+    runtime: Path, *, model: ServedModel | None = None
+) -> AsyncIterator[tuple[Site, Callable[..., Awaitable[Any]]]]:
     """A gateway with the page, and what opens a tab as a host; no tab may see an error."""
     api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no chromium; scripts/check installs it where it may")
     errors = list[str]()
-    async with gateway() as site, api.async_playwright() as play:
+    async with gateway(model=model) as site, api.async_playwright() as play:
         site.app = Starlette(routes=[*site.connected.routes(), *join_routes(runtime)])
         address = f"{site.url.replace('ws', 'http', 1)}/join"
         browser = await play.chromium.launch(
@@ -141,6 +147,26 @@ def test_a_tab_computes_what_onnxruntime_computes(runtime: Path) -> None:
             (third,) = site.connected.values()
             await page.evaluate("() => window.dispatchEvent(new Event('pagehide'))")
             await site.until(lambda: third.draining)
+
+    asyncio.run(work())
+
+
+def test_a_tab_gives_each_image_of_a_batch_what_it_would_get_alone(
+    runtime: Path, tmp_path: Path
+) -> None:
+    """In int8 the images of a batch would share a scale."""
+    export_model(SHIPPED, tmp_path / "files", precision="int8", data="digit-pairs?test=20")
+
+    async def work() -> None:
+        async with browsing(runtime, model=ServedModel(tmp_path / "files")) as (site, tab):
+            await tab()
+            await site.until(lambda: 1 in ready(site), seconds=HANGS)
+            (name,) = site.connected
+            state = states(3) * np.float32([[[1]], [[9]], [[81]]])
+            together = await site.ask(name, 1, state)
+            for image in range(3):
+                alone = await site.ask(name, 1, state[image : image + 1])
+                np.testing.assert_array_equal(together[image], alone[0])
 
     asyncio.run(work())
 
@@ -252,7 +278,12 @@ def test_the_files_of_the_page_are_its_own(runtime: Path) -> None:
     assert answers(runtime, "/join/..%2Fpage.css").status_code == 404
 
 
-def test_without_its_extra_the_page_says_what_to_install() -> None:
+@pytest.mark.parametrize("editable", [False, True])
+def test_without_its_files_the_page_says_what_brings_them(
+    monkeypatch: pytest.MonkeyPatch, *, editable: bool
+) -> None:
+    monkeypatch.setattr(files, "installed", lambda _: editable)
     answer = answers(None, "/join")
     assert answer.status_code == 501
-    assert install_line("browser") in answer.text
+    line = "python browser/hatch_build.py" if editable else install_line("browser")
+    assert line in answer.text

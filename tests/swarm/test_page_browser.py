@@ -476,6 +476,37 @@ def test_without_the_key_nothing_can_be_broken(browser, gateway_address):
         assert not tab.page.is_visible("#kill-note")
 
 
+def test_a_transparent_picture_covers_the_one_of_before(browser, gateway_address, tmp_path):
+    Image.new("LA", (20, 12)).save(tmp_path / "clear.png")
+    with visit(browser, gateway_address) as tab:
+        tab.answered()
+        assert not blank(tab)
+        tab.page.set_input_files("#file", str(tmp_path / "clear.png"))
+        tab.page.locator("#picture-text", has_text="clear.png").wait_for()
+        assert blank(tab)
+
+
+def test_a_key_is_asked_for_once(browser):
+    """The page looks every second, and would ask every second who gave none."""
+
+    @asynccontextmanager
+    async def making():
+        async with site(page=True, keys=["a-key-of-this-test"]) as place:
+            yield place.app
+
+    asked = []
+    with served(making) as url:
+        page = browser.new_page()
+        page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+        page.goto(url)
+        for _ in range(3):
+            with page.expect_response("**/v1/swarm") as refused:
+                pass
+            assert refused.value.status == 401
+        page.close()
+    assert len(asked) == 1
+
+
 def until_all_blocks_ran(route):
     """Ask for an answer of all blocks: the model is mostly sure after a few of them."""
     route.continue_(url=f"{route.request.url}&confidence=off")

@@ -73,7 +73,7 @@ class Host:
 
     `urls`: addresses of gateways, with the scheme http, https, ws or wss; `memory`: how many bytes
     of weights it takes; `ca`: a file with the certificate of a private authority. Raises
-    `ValueError` for a URL of another scheme.
+    `ValueError` for a URL of another scheme, and for a token that is no token of a swarm.
 
         asyncio.run(Host(["ws://127.0.0.1:8000"], token="secret").run())
     """
@@ -89,6 +89,8 @@ class Host:
         cache: Path | None = None,
         ca: Path | None = None,
     ) -> None:
+        if len(token) > wire.MAX_TEXT:
+            raise ValueError(f"a token has at most {wire.MAX_TEXT} characters, not {len(token)}")
         self.name = name
         self.instance = secrets.token_hex(8)
         self.memory = memory

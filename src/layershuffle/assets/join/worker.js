@@ -9,7 +9,8 @@ const GATEWAY = new URL("../v1/", import.meta.url); // this file is at PREFIX/jo
 const MEMORY = 200_000_000; // bytes of weights
 const MOST_WAITING = 1024;
 const FIRST_DELAY = 100, LONGEST_DELAY = 3000; // ms
-const SILENT = 15_000; // ms
+const SILENT = 15_000; // ms; a gateway tries the blocks of its hosts every few seconds
+const SILENT_IDLE = 60_000; // ms; nothing is said to a host without blocks, which may wait 30 s for one
 // An ONNX graph: a, b float32 [256, 256]; c = MatMul(a, b).
 const PRODUCT = "CAg6WwoRCgFhCgFiEgFjIgZNYXRNdWwSAWdaFQoBYRIQCg4IARIKCgMIgAIKAwiAAloVCgFiEhAKDggBEgoKAwiAAgoDCIACYhUKAWMSEAoOCAESCgoDCIACCgMIgAJCBAoAEA0=";
 const BROKEN = 4400; // a browser lets us close with 1000 and from 3000 only
@@ -115,7 +116,15 @@ async function served(batch) {
 }
 
 // The state after a block, of `images` images.
-async function run({ session, shape }, before, images) {
+async function run(block, before, images) {
+  const { session, shape, oneByOne } = block;
+  if (oneByOne && images > 1) {
+    const [after, size] = [new Float32Array(before.length), before.length / images];
+    for (let place = 0; place < before.length; place += size) {
+      after.set(await run(block, before.slice(place, place + size), 1), place);
+    }
+    return after;
+  }
   const fed = new ort.Tensor("float32", before, [images, ...shape]);
   const { [session.outputNames[0]]: out } = await session.run({ [session.inputNames[0]]: fed });
   const same = out.type === "float32" && String(out.dims) === String(fed.dims);
@@ -167,7 +176,9 @@ async function load(block, signal) {
     executionProviders: ["wasm"], externalData: [{ path: "weights", data: weights }],
     enableCpuMemArena: false, // it would keep what the largest batch took, for each block
   });
-  const loaded = { session, shape: block.shape, bytes: weights.length };
+  // The states of a batch would share the scale of what is quantised as it comes.
+  const oneByOne = new TextDecoder("latin1").decode(graph).includes("DynamicQuantizeLinear");
+  const loaded = { session, shape: block.shape, bytes: weights.length, oneByOne };
   const empty = new Float32Array(block.shape[0] * block.shape[1]);
   await run(loaded, empty, 1);
   const begin = performance.now();
@@ -203,7 +214,7 @@ async function speed() {
 // Serve until the connection ends; whether the gateway took this host.
 function serve(hello) {
   return new Promise((ended) => {
-    let taken = false;
+    let taken = false, patience = SILENT_IDLE;
     const here = socket = new WebSocket(new URL("host", GATEWAY).href.replace(/^http/, "ws"));
     const end = (reason) => {
       if (socket === here) [socket, why] = [null, reason];
@@ -222,15 +233,15 @@ function serve(hello) {
         const message = JSON.parse(data);
         if (message.type !== "assign") throw new WireError(`a message ${message.type} from a gateway`);
         [taken, why] = [true, ""];
+        patience = message.blocks.length ? SILENT : SILENT_IDLE;
         assigned(message.blocks);
       } catch (error) {
         here.close(BROKEN, String(error.message).slice(0, 100));
       }
     };
-    // A browser cannot ping. A gateway tries its hosts every few seconds, so silence is an end,
-    // for which a dead link would let us wait.
+    // A browser cannot ping, so silence is an end, for which a dead link would let us wait.
     const watch = setInterval(() => {
-      if (blocks.size && performance.now() - heard > SILENT) {
+      if (performance.now() - heard > patience) {
         here.close();
         end("the gateway is silent");
       }

@@ -29,7 +29,9 @@ sessionStorage.setItem("operator", operator);
 window.history.replaceState(null, "", window.location.pathname);
 export const mayKill = () => operator !== "";
 
-// fetch with the operator's key or that of the API, which is asked for once where the server wants one.
+// fetch with the operator's key or that of the API, which is asked for once where the server wants one:
+// who gave none or a wrong one loads the page again.
+let asked = false;
 export async function ask(path, options = {}) {
   const operating = path.startsWith("operator/");
   const keys = (own) => own && { Authorization: `Bearer ${own}` };
@@ -43,7 +45,8 @@ export async function ask(path, options = {}) {
     }
   };
   let response = await send();
-  if (response.status === 401 && !operating) {
+  if (response.status === 401 && !operating && !asked) {
+    asked = true;
     const given = window.prompt("This server wants an API key");
     if (given) {
       key = given.trim();

@@ -93,6 +93,9 @@ export class Picture {
       return;
     }
     if (turn !== this.opened) return;
+    // A transparent picture would leave the one of before to be seen.
+    this.pen.fillStyle = "#000";
+    this.pen.fillRect(0, 0, this.canvas.width, this.canvas.height);
     this.pen.drawImage(image, 0, 0, this.canvas.width, this.canvas.height);
     this.label = null;
     this.given = file;

@@ -15,7 +15,7 @@ const REFUSED = [413, 415, 422]; // statuses of a file that the gateway takes fo
 
 const hostCards = new Map();
 const lines = new Map(); // of the walk
-const sent = { answered: 0, right: 0, expected: 0 };
+const sent = { answered: 0, right: 0, known: 0, expected: 0 };
 const answerCard = new AnswerCard(at("answer"));
 const times = new Times();
 let facts;
@@ -111,7 +111,7 @@ function showCounts({ answered = 0, degraded = 0, unanswered = 0, failed = 0 }) 
   if (total) words.push(`${((100 * good) / total).toFixed(1)} % of ${total} answered`);
   if (sent.answered) {
     const share = (100 * sent.right) / sent.answered;
-    const expected = sent.expected ? `, ${(sent.expected / sent.answered).toFixed(1)} % expected` : "";
+    const expected = sent.known ? `, ${(sent.expected / sent.known).toFixed(1)} % expected` : "";
     words.push(`of this page's ${sent.answered} pairs ${share.toFixed(1)} % right${expected}`);
   }
   say(at("line"), words.join(" \u00b7 "));
@@ -225,7 +225,9 @@ async function sendPairs() {
       const answer = await classify(pair.file, { top: 1 });
       sent.answered += 1;
       sent.right += answer.top[0].label === pair.label;
-      sent.expected += answer.expected?.top1 ?? 100 * (answer.chance ?? 0);
+      // Of some kinds of answers it was not measured.
+      sent.known += answer.expected !== null;
+      sent.expected += answer.expected?.top1 ?? 0;
     } catch (error) {
       say(at("status"), error.message);
     }

@@ -108,7 +108,9 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
         reference = None
         status = error_status(error)
         # Not request.url: it contains the Host header, which the client chooses.
-        if request.scope["path"].startswith((_CLASSIFY, CAMERAS)) and request.method == "POST":
+        path = request.scope["path"]
+        classifies = path.startswith((_CLASSIFY, f"{CAMERAS}/")) and path != f"{CAMERAS}/list"
+        if classifies and request.method == "POST":
             gateway.counters.count_refusal(status)
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             now = gateway.router.clock()

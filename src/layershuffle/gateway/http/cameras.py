@@ -7,8 +7,6 @@ form becomes a request to /v1/classify: its bounds, its key and its place are th
 from __future__ import annotations
 
 import re
-from email.message import Message
-from email.parser import BytesHeaderParser
 from http import HTTPStatus
 from typing import Any
 
@@ -19,13 +17,18 @@ from starlette.types import Message as Event
 from layershuffle.gateway.http.errors import HTTPError
 from layershuffle.gateway.http.requests import Gateway, Options
 from layershuffle.ground.errors import UsageError
-from layershuffle.images.pixels import image_size
 
 CAMERAS = "/v1/vision/custom"
 MIN_CONFIDENCE = 0.45
 """The least probability of a label, where the form has none. It is DeepStack's own."""
 _MAX_PARTS = 16  # of a form; components send three
 _MAX_HEAD = 4096  # bytes of the head of a part
+_MAX_KIND = 256  # characters of the Content-Type of a form; components send about eighty
+# Strangers send the text. The parser of `email` takes seconds for 60,000 semicolons.
+_BOUNDARY = re.compile(
+    r"multipart/form-data\b[^\"]*?\bboundary=(?:\"([^\"]{1,70})\"|([^\s;\"]{1,70}))", re.I
+)
+_NAME = re.compile(rb'^content-disposition:[^\r\n]*?[;\s]name="([^"\r\n]*)"', re.I | re.M)
 _HINT = "send multipart/form-data with the file as image, and min_confidence from 0 to 1"
 
 
@@ -53,7 +56,7 @@ def add_cameras(
         summary="Classify an image, as home automation sends it",
     )
     async def classify(request: Request, name: str) -> dict[str, Any]:
-        plain, form = await _admitted(request, gateway)
+        plain, form, client = await _admitted(request, gateway)
         if name != model:
             cause = f"There is no model {name[:40]} here"
             raise HTTPError(HTTPStatus.NOT_FOUND, cause, hint=f"its name is {model}")
@@ -61,7 +64,7 @@ def add_cameras(
         image = form.get("image", b"")
         if not image:
             raise UsageError("There is no image in the form", hint=_HINT)
-        width, height = image_size(image, most_pixels=gateway.limits.max_pixels)
+        width, height = await gateway.size_of(image, client=client)
         plain = _with_body(plain, image)
         # Of the form nothing stays here: the gateway counts the image until it is decoded.
         del form, image
@@ -75,8 +78,10 @@ def add_cameras(
         return {"success": True, "predictions": predictions}
 
 
-async def _admitted(request: Request, gateway: Gateway) -> tuple[Request, dict[str, bytes]]:
-    """The request without its body, and the fields of its form, of which one may be its key.
+async def _admitted(request: Request, gateway: Gateway) -> tuple[Request, dict[str, bytes], str]:
+    """The request without its body, the fields of its form, and the name of its client.
+
+    One of the fields may be its key.
 
     The body is read before the key is known: within the memory and the time of an address. Raises
     the errors of `Admission`.
@@ -91,7 +96,7 @@ async def _admitted(request: Request, gateway: Gateway) -> tuple[Request, dict[s
         key = (b"authorization", b"Bearer " + form["api_key"])
         keyed = Request({**request.scope, "headers": [*headers, key]}, request.receive)
     await gateway.admission.admit(keyed)
-    return plain, form
+    return plain, form, received.client
 
 
 def _least_probability(form: dict[str, bytes]) -> float:
@@ -118,18 +123,16 @@ def _with_body(request: Request, body: bytes) -> Request:
 
 def form_fields(body: bytes, *, kind: str) -> dict[str, bytes]:
     """The fields of a form by name (RFC 7578), none of another `kind` (Content-Type) of body."""
-    head = Message()
-    head["Content-Type"] = kind
-    boundary = head.get_boundary()
+    found = _BOUNDARY.match(kind[:_MAX_KIND])
     fields: dict[str, bytes] = {}
-    if not boundary:
+    if found is None:
         return fields
+    boundary = found[1] or found[2]
     # The delimiter never occurs within a field. What is before the first one is no field.
     delimiter = b"\r\n--" + boundary.encode("latin-1", "replace")
     for part in (b"\r\n" + body).split(delimiter, _MAX_PARTS)[1:]:
         end = part.find(b"\r\n\r\n", 0, _MAX_HEAD)
-        about = BytesHeaderParser().parsebytes(part[: max(0, end)].lstrip())
-        name = about.get_param("name", header="content-disposition")
-        if isinstance(name, str):
-            fields[name] = part[end + 4 :]
+        name = _NAME.search(part, 0, max(0, end))
+        if name is not None:
+            fields[name[1].decode(errors="replace")] = part[end + 4 :]
     return fields

@@ -49,10 +49,12 @@ _KINDS = MimeTypes()  # of the standard library's own table, whatever this machi
 _SHARED = (
     "card.js", "dom.js", "icon.svg", "page.css", "pairs.json", "pairs.png", "picture.js",
 )  # fmt: skip
-_MISSING = f"""A tab cannot be a host here: this gateway lacks ONNX Runtime for browsers. Type:
+_MISSING = """A tab cannot be a host here: this gateway lacks ONNX Runtime for browsers. Type:
 
-    {install_line("browser")}
+    {}
 """
+# The build of an editable package brings no files.
+_BRING = "python browser/hatch_build.py"
 
 
 def file_routes(page: str, prefix: str, *, paths: Iterable[Path], policy: str = "") -> list[Route]:
@@ -130,7 +132,9 @@ def join_routes(place: Path | None) -> list[Route]:
     what to install.
     """
     if place is None:
-        return [Route("/join", PlainTextResponse(_MISSING, HTTPStatus.NOT_IMPLEMENTED, HEADERS))]
+        line = _BRING if installed("layershuffle_browser") else install_line("browser")
+        text = _MISSING.format(line)
+        return [Route("/join", PlainTextResponse(text, HTTPStatus.NOT_IMPLEMENTED, HEADERS))]
     paths = [*asset("join").iterdir(), asset("page", "page.css"), asset("page", "icon.svg")]
     # The worker compiles WebAssembly, which is no eval of scripts.
     policy = "; script-src 'self' 'wasm-unsafe-eval'"

@@ -36,7 +36,7 @@ from layershuffle.gateway.http.admission import BODY_HINT, Admission, GatewayLim
 from layershuffle.gateway.http.answers import Classification, Guess, Hop, Skipped, Times
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.text import counted
-from layershuffle.images.pixels import image_batch
+from layershuffle.images.pixels import image_batch, image_size
 
 if TYPE_CHECKING:
     from layershuffle.gateway.hosts.coordinator import Coordinator
@@ -220,6 +220,19 @@ class Gateway:
             top=options.top,
             expected=self._expected_of(route, options, confidence=confidence),
             total_ms=(clock() - begun) * _MILLI,
+        )
+
+    async def size_of(self, image: bytes, *, client: str) -> tuple[int, int]:
+        """(width, height) of an image as it is stored, read when it is the turn of `client`.
+
+        Raises `DataError` if its head cannot be read, and `NotAnswered` if that takes too long.
+        """
+        return await self.admission.compute(
+            client,
+            partial(image_size, image, most_pixels=self.limits.max_pixels),
+            pool=self._pool,
+            deadline=self.router.clock() + self.router.limits.deadline_ms / _MILLI,
+            event="the size of the image was read",
         )
 
     def _check(self, options: Options) -> None:
