@@ -51,8 +51,10 @@ DRAWN_ARMS = {"anyorder": LARGE_ARMS["anyorder"]}
 ENDS_ARMS = {
     "layershuffle-start": ("LayerShuffle --fixed 1,1 --branch-scale 0.1", "2.5e-5"),
     "anyorder-scale-1-1e-4": ("anyorder --branch-scale 1 (ours)", "1e-4"),
+    "anyorder-ends-0-0": ("anyorder --fixed 0,0 (ours)", "2.5e-5"),
     "anyorder-ends-1-0": ("anyorder --fixed 1,0 (ours)", "2.5e-5"),
     "anyorder": ("anyorder (ours)", "2.5e-5"),
+    "anyorder-ends-1-2": ("anyorder --fixed 1,2 (ours)", "2.5e-5"),
     "anyorder-ends-2-2": ("anyorder --fixed 2,2 (ours)", "2.5e-5"),
     "baseline-6000": ("baseline, 6,000 steps", "2e-5"),
     "anyorder-6000": ("anyorder, 6,000 steps (ours)", "2.5e-5"),
