@@ -32,7 +32,7 @@ GROUPS = {
         "orders_per_batch", "sequential_every", "exit_weight", "self_distillation",
         "branch_scale", "block_drop", "min_kept", "max_parallel", "distinct", "fixed",
     ),
-    Group("Training", sort_key=4): ("steps", "schedule", "clip", "accumulate"),
+    Group("Training", sort_key=4): ("steps", "schedule", "clip", "accumulate", "keep_features"),
     Group("Machine", sort_key=5): (
         "precision", "workers", "threads", "compile", "activation_checkpointing", "parallel",
         "rank_orders",

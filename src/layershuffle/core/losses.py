@@ -84,7 +84,7 @@ def loss_of_orders(
     exit_loss = partial(
         _exit_loss,
         criterion=own or F.cross_entropy,
-        divergence=divergence or _divergence,
+        divergence=divergence or softmax_divergence,
         by_labels=exit_weight,
         by_itself=self_distillation,
     )
@@ -218,7 +218,7 @@ def _exit_loss(
     return loss
 
 
-def _divergence(early: Tensor, final: Tensor) -> Tensor:
+def softmax_divergence(early: Tensor, final: Tensor) -> Tensor:
     """The KL divergence from the softmax of logits `final` to that of `early`, `[n, classes]`."""
     own = final.log_softmax(-1)
     taught = early.log_softmax(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -53,7 +54,8 @@ class Job:
     process, `steps` the optimiser steps, `eval_every` those between two evaluations. The held-out
     cross-entropy in the order mode `select_by` picks the checkpoint. `ranks` are the processes that
     train together. `precision` is the dtype of forwards (fp32, or bf16 by autocast), and
-    `precision_why` the reason if the settings left it open.
+    `precision_why` the reason if the settings left it open. `untouched` is a copy of the model
+    before the method prepared it, for a run that keeps its features.
     """
 
     settings: FitSettings
@@ -71,6 +73,7 @@ class Job:
     precision_why: str = ""
     base_sha256: str = ""
     origin: ExecutionOrder | None = None
+    untouched: nn.Module | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -187,6 +190,7 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     data = _with_head(
         backbone, open_data(settings.data, image_view(backbone), options=options), settings
     )
+    untouched = None if settings.keep_features is None else deepcopy(backbone)
     # Before `truncate` removes blocks, because merges compare the bases of donors by this digest.
     base_sha256 = weights_digest(stack_of(backbone))
     origin = None
@@ -225,6 +229,7 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         precision_why=why,
         base_sha256=base_sha256,
         origin=origin,
+        untouched=untouched,
     )
 
 

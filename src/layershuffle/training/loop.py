@@ -103,21 +103,28 @@ def train(
                 "rank": job.order_rank,
             }
             orders = job.method.orders(job.depth, **place)
-            forward = partial(
-                job.method.loss_and_logits, model, images, targets, orders=orders, **place
-            )
             blocks = {block for order in orders for block in order}
             with (
                 state.recomputing(),
                 state.summing_gradients(last=micro_batch == len(micro_batches) - 1),
                 job.compiler.step(images.shape, blocks),
             ):
-                with state.autocast:
-                    loss, logits = job.compiler.or_eager(forward)
+                with state.autocast, state.asking(images) as criterion:
+                    forward = partial(
+                        job.method.loss_and_logits,
+                        model,
+                        images,
+                        targets,
+                        orders=orders,
+                        criterion=criterion,
+                        **place,
+                    )
+                    loss, answers = job.compiler.or_eager(forward)
                 loss = loss / (in_step / len(labels))  # the last forward may be a smaller one
                 on_phase("backward", state.step)
                 torch.autograd.backward(loss)
-            sums.add(loss.detach(), logits, labels)
+            # Features may follow the logits.
+            sums.add(loss.detach(), answers[:, : len(job.data.classes)], labels)
 
         on_phase("optimizer", state.step)
         norm, learning_rate = _update(state)

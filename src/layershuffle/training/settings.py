@@ -114,6 +114,10 @@ class FitSettings(MethodSettings):
     """Compute the activations inside blocks again in the backward pass: less memory, about a third
     more time."""
 
+    keep_features: Annotated[float, Field(gt=0)] | None = None
+    """Weight of a loss that keeps the features for other tasks, as 3: what the classifier reads
+    stays near what it read before, for a forward more, of the untouched model (default: no such
+    loss)."""
     augment: bool = False
     """Augment training images as timm does; without it they are only resized and cropped."""
     smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0

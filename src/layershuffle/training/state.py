@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from transformers import get_scheduler, set_seed
 
 from layershuffle.core.stack import recomputing
 from layershuffle.ground.errors import TrainingError
+from layershuffle.training.features import Criteria, KeptFeatures
 from layershuffle.training.job import Job
 from layershuffle.training.optimizer import make_optimizer
 from layershuffle.training.sharding import WHOLE, shard
@@ -29,7 +30,8 @@ class TrainState:
 
     `model` is saved and scored; `ddp` holds the same model and averages its gradients over several
     processes. `autocast` is the context of forwards, in the precision of the run. `whole` is a copy
-    with room for all weights if every process holds only a part of them. `best` is the lowest
+    with room for all weights if every process holds only a part of them. `kept` are the features
+    that the model has to keep, if the run asks for that. `best` is the lowest
     held-out cross-entropy so far, `earlier_seconds` the time before the last resume.
     `images_trained` counts the images of all processes so far, in steps that took `step_seconds`.
     """
@@ -42,6 +44,7 @@ class TrainState:
     optimizer: Optimizer
     scheduler: LRScheduler
     whole: nn.Module | None
+    kept: KeptFeatures | None
     step: int = 0
     best: float | None = None
     images_trained: int = 0
@@ -59,6 +62,10 @@ class TrainState:
         if self.job.settings.activation_checkpointing:
             return recomputing(self.model)
         return nullcontext()
+
+    def asking(self, images: Tensor) -> AbstractContextManager[Criteria | None]:
+        """Around a forward: the criteria of its answers, `None` for those that `Method` has."""
+        return nullcontext() if self.kept is None else self.kept.asked_for(images)
 
     def summing_gradients(self, *, last: bool) -> AbstractContextManager[None]:
         """Around a forward and its backward: the processes average the gradients of a step after
@@ -101,6 +108,10 @@ def new_state(job: Job) -> TrainState:
     job.compiler.add(model)
     if whole is not None:
         job.compiler.add(whole)
+    kept = None
+    if job.untouched is not None and settings.keep_features is not None:
+        untouched = job.untouched.to(device)
+        kept = KeptFeatures(untouched, model=model, weight=settings.keep_features)
     if job.sharded:
         shard(model)
     optimizer = make_optimizer(model, settings)
@@ -126,4 +137,5 @@ def new_state(job: Job) -> TrainState:
         optimizer=optimizer,
         scheduler=scheduler,
         whole=whole,
+        kept=kept,
     )
