@@ -246,12 +246,12 @@ FLAGS = {
     "fit": "accumulate activation-checkpointing augment batch-size block-drop branch-scale "
     "checkpoint-every choose classes clip compile cutmix data data-changed device distinct "
     "drop-path encoding.dropout encoding.features encoding.projection-init encoding.table "
-    "encoding.table-init epochs eval-batch-size eval-every eval-orders exit-weight fixed freeze "
-    "holdout kept layer-decay log-every log-with lr max-parallel method min-kept mixup model opt "
-    "orders-per-batch out paper-protocol parallel position precision prediction.init "
-    "prediction.loss prediction.pooling prediction.weight rank-orders recipe resize schedule "
-    "seed select-by self-distillation sequential-every skip-corrupt smoothing steps threads "
-    "warmup weight-decay workers",
+    "encoding.table-init epochs eval-batch-size eval-every eval-orders exit-weight fixed "
+    "freeze holdout keep-features kept layer-decay log-every log-with lr max-parallel method "
+    "min-kept mixup model opt orders-per-batch out paper-protocol parallel position precision "
+    "prediction.init prediction.loss prediction.pooling prediction.weight rank-orders recipe "
+    "resize schedule seed select-by self-distillation sequential-every skip-corrupt smoothing "
+    "steps threads warmup weight-decay workers",
     "predict": "classes device fixed image json model modes order seed threads top",
     "eval": "batch-size classes compile data device draw fixed json max-images model modes "
     "num-orders order precision resize seed skip-corrupt stop threads",

@@ -42,6 +42,7 @@ TIMM = {
     "layer_decay": 0.5,
     "freeze": ["patch_embed", "blocks.0"],
     "smoothing": 0.1,
+    "keep_features": 2.0,
 }
 ARMS = {
     "ddp": {},

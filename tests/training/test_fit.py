@@ -47,6 +47,7 @@ ARMS = {
         "orders_per_batch": 2,
     },
     "accumulate": {"method": "layershuffle", "accumulate": 2},
+    "features": {"method": "anyorder", "keep_features": 3.0},
     "scored often": {"method": "layershuffle", "eval_every": 2},
     # An epoch of two steps, of 16 images and of 4.
     "rest": {"data": "digit-pairs?train=20&validation=32&test=8", "accumulate": 2},
@@ -120,6 +121,7 @@ def test_a_model_without_position_parts_is_trained_as_it_is(tmp_path, monkeypatc
         ("tied", "log", 5),
         ("rounds", "log", 5),
         ("accumulate", "log", 3),
+        ("features", "log", 5),
         ("scored often", "log", 3),  # scored before the checkpoint, and twice more
         ("rest", "log", 3),
         ("rest", "log", 6),

@@ -84,7 +84,8 @@ def classifier_path(model: nn.Module) -> str:
     raise UsageError(
         f"{type(model).__name__} has no single linear layer that gives its logits, so what its "
         "classifier reads is not known",
-        hint="leave out --keep-features",
+        place="--keep-features",
+        hint="leave it out, or write the loop of docs/own-loop.md",
     )
 
 
