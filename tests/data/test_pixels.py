@@ -115,7 +115,7 @@ def test_training_scoring_predict_and_the_gateway_turn_alike(tmp_path: Path) -> 
     plain, rotated = ls.predict("bundled:digits-swarm", files)
     assert plain.top == rotated.top
     most = GatewayLimits().max_pixels
-    first, second = (image_batch(Path(f).read_bytes(), view, most_pixels=most) for f in files)
+    first, second = (image_batch(Path(f).read_bytes(), view, most_pixels=most)[0] for f in files)
     assert np.array_equal(first, second)
 
 

@@ -88,8 +88,9 @@ def test_labels_are_those_of_the_classification_with_the_whole_image_as_box(send
         classifications = []
 
         async def kept(request: Any, options: Any) -> Any:
-            classifications.append(await Gateway.classify(gateway, request, options))
-            return classifications[-1]
+            answer, size = await Gateway.classify(gateway, request, options)
+            classifications.append(answer)
+            return answer, size
 
         gateway.classify = kept
         answer = await posted(site, "mine", send(image, api_key="", min_confidence="0.1"))
@@ -213,6 +214,10 @@ def test_fields_of_a_form_are_read_as_they_were_written() -> None:
     assert form_fields(body, kind=kind)["image"] == content
     assert form_fields(body, kind="image/png") == {}
     assert form_fields(b"", kind=kind) == {}
+    # Nor need names have quotes, and other parameters may come first.
+    bare = b'--b\r\ncontent-disposition: form-data; name=image; filename=a.png\r\n\r\nPIX'
+    wordy = 'multipart/form-data; charset="utf-8"; boundary=b'
+    assert form_fields(bare, kind=wordy) == {"image": b"PIX"}
     # What strangers send before the boundary costs nothing.
     assert form_fields(body, kind=kind.replace(";", f'; x="{60_000 * ";"}";')) == {}
     many = b"\r\n--a b\r\n" + b'Content-Disposition: form-data; name="x"\r\n\r\n' * 1000

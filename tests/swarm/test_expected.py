@@ -64,7 +64,7 @@ def measured(count: int) -> dict[str, dict[str, tuple[int, float, float]]]:
             view = model.manifest.file_view
             images = []
             for labelled in files:
-                pixels = image_batch(labelled.image, view=view, most_pixels=10**6)
+                pixels, _ = image_batch(labelled.image, view=view, most_pixels=10**6)
                 images.append((pixels, labelled.label))
             threads: Executor = AtOnce()
             remote = RemoteModel(model, site.router, calibration=model.calibration)

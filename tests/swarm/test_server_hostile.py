@@ -35,7 +35,6 @@ from layershuffle.images.pixels import (
     MAX_EXIF,
     count_markers,
     image_batch,
-    image_size,
     without_metadata,
 )
 from layershuffle.models import image_view
@@ -198,7 +197,7 @@ def test_images_with_much_exif_data_are_refused(file, monkeypatch):
     cause = "The image has more than 262144 bytes of EXIF data"
     assert response.json()["error"]["cause"] == cause
     with pytest.raises(DataError, match="EXIF"):
-        image_size(file, most_pixels=10_000)
+        image_batch(file, image_view(MODEL), most_pixels=10_000)
 
 
 def test_of_a_jpeg_stays_what_its_picture_needs():
@@ -214,9 +213,10 @@ def test_of_a_jpeg_stays_what_its_picture_needs():
     assert without_metadata(plain[:2] + dear + xmp + adobe + dear + plain[2:]) == kept
     assert without_metadata(plain[:40]) == plain[:40]
     view = image_view(MODEL)
-    taken = image_batch(plain[:2] + dear + plain[2:], view, most_pixels=10_000)
-    np.testing.assert_array_equal(taken, image_batch(plain, view, most_pixels=10_000))
-    assert image_size(plain, most_pixels=10_000) == (60, 40)  # as it is stored
+    taken, _ = image_batch(plain[:2] + dear + plain[2:], view, most_pixels=10_000)
+    wanted, size = image_batch(plain, view, most_pixels=10_000)
+    np.testing.assert_array_equal(taken, wanted)
+    assert size == (60, 40)  # as it is stored
 
 
 def test_scans_behind_what_is_left_out_are_counted():
@@ -272,7 +272,7 @@ for path in sys.argv[1:]:
         Path("/proc/self/clear_refs").write_text("5")
         before = peak()
         try:
-            shape = image_batch(file, view, most_pixels=25_000_000).shape
+            shape = image_batch(file, view, most_pixels=25_000_000)[0].shape
         except DataError:
             shape = None
         print(json.dumps([Path(path).name, resize, channels, shape, peak() - before]))
@@ -342,7 +342,7 @@ LIMITS = GatewayLimits(max_body_bytes=200_000, max_pixels=40_000, body_ms=300)
 SWARM = Limits(reserve_ms=5, deadline_ms=9000, hop_floor_ms=5000, hop_cap_ms=5000)  # never late
 GOOD = file_of(picture())
 MODEL = VIT.wrapped()
-BATCH = image_batch(GOOD, image_view(MODEL), most_pixels=10_000)
+BATCH, _ = image_batch(GOOD, image_view(MODEL), most_pixels=10_000)
 KINDS = {kind: file_of(picture(), kind) for kind in ("PNG", "JPEG", "WEBP", "BMP")}
 WORDS = [
     "", " ", "0", "-1", "1e400", "NaN", "Infinity", "-inf", "0x10", "1_000", "9" * 5000, "null",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from transformers import (
 )
 
 import layershuffle as ls
-from layershuffle.ground.errors import UsageError
+from layershuffle.ground.errors import Interrupted, UsageError
 from layershuffle.models import blank_images
 from layershuffle.training import fit
 from layershuffle.training.features import KeptFeatures, classifier_path
@@ -80,6 +83,33 @@ def test_features_stay_nearer_to_what_they_were(tmp_path: Path) -> None:
         after = features_along(ls.load(run).eval(), images, order)
         nearness.append(F.cosine_similarity(after, wanted).mean().item())
     assert nearness[0] < nearness[1]
+
+
+def test_a_model_with_position_parts_keeps_its_features(tmp_path: Path) -> None:
+    fit(settings(method="layershuffle-position", steps=1), tmp_path / "first")
+    again = settings(
+        model=f"dir:{tmp_path / 'first'}",
+        method="layershuffle-position",
+        keep_features=WEIGHT,
+        steps=2,
+    )
+    assert fit(again, tmp_path / "second").steps == 2
+
+
+def test_a_run_goes_on_with_the_features_that_it_began_with(tmp_path: Path) -> None:
+    fit(settings(steps=1), tmp_path / "base")
+    run = settings(model=f"dir:{tmp_path / 'base'}", keep_features=WEIGHT)
+
+    def stop(event: dict[str, object]) -> None:
+        if event["kind"] == "log" and event["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        fit(run, tmp_path / "run", on_event=stop)
+    shutil.rmtree(tmp_path / "base")
+    fit(settings(steps=2), tmp_path / "base")
+    with pytest.raises(UsageError, match="other weights than when the run began"):
+        fit(run, tmp_path / "run")
 
 
 def test_models_whose_classifier_is_found() -> None:

@@ -231,8 +231,11 @@ _EXIF = b"Exif\0\0"
 _TEMPORARY = 0x01
 
 
-def image_batch(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np.float32]:
-    """The image in the file of a stranger, as float32 `[1, channels, height, width]`.
+def image_batch(
+    file: bytes, view: ImageView, *, most_pixels: int
+) -> tuple[NDArray[np.float32], tuple[int, int]]:
+    """The image in the file of a stranger, as float32 `[1, channels, height, width]`, and its
+    (width, height) as it is stored.
 
     Raises `DataError` if it cannot be decoded, or if its sides, its pixels or the memory that it
     takes are beyond the bounds.
@@ -245,6 +248,7 @@ def image_batch(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np
             if count > most:
                 raise DataError(f"The image has more than {most} {kind}", hint=_PLAIN_HINT)
         image = _opened(content)
+        size = image.size
         del content  # else it would stay in memory until the end
         _check_size(image, view, scans=scans, most_pixels=most_pixels)
         # Opening read the head alone; here the pixels are decoded.
@@ -255,16 +259,7 @@ def image_batch(file: bytes, view: ImageView, *, most_pixels: int) -> NDArray[np
         if shown.mode != pillow_mode(view.channels):
             pixels = to_mode(shown, view.channels, place=None)
             shown.close()
-    return normalised(view_pixels(pixels, view), view)[None]
-
-
-def image_size(file: bytes, *, most_pixels: int) -> tuple[int, int]:
-    """(width, height) of the image in the file of a stranger as it is stored, by its head alone.
-
-    Raises `DataError` if the head cannot be read.
-    """
-    with _faults_of_strangers(most_pixels):
-        return _opened(without_metadata(file)).size
+    return normalised(view_pixels(pixels, view), view)[None], size
 
 
 def _opened(file: bytes) -> Image.Image:

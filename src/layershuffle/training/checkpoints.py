@@ -167,6 +167,7 @@ def save_checkpoint(state: TrainState) -> None:
                 "step_seconds": state.step_seconds,
                 "optimizer": optimizer,
                 "scheduler": state.scheduler.state_dict(),
+                "untouched": job.untouched_sha256,
             }
             torch.save(content, stage / _STATE)
     if ranks.first:
@@ -179,7 +180,8 @@ def save_checkpoint(state: TrainState) -> None:
 def load_state(job: Job, checkpoint: Path | None) -> TrainState:
     """The state of a run at the checkpoint; without a checkpoint, before its first step.
 
-    Raises `ModelFileError` for a checkpoint that is damaged.
+    Raises `ModelFileError` for a checkpoint that is damaged, and `UsageError` if the features that
+    the run has to keep were those of another model.
     """
     if checkpoint is None:
         return new_state(job)
@@ -188,6 +190,13 @@ def load_state(job: Job, checkpoint: Path | None) -> TrainState:
         load_model(job.model, str(checkpoint / _MODEL))  # before `new_state` shards it
         # A run directory may come from elsewhere, so nothing in it is unpickled.
         content = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
+    if content["untouched"] != job.untouched_sha256:
+        raise UsageError(
+            f"{job.settings.model} has other weights than when the run began, and the run keeps "
+            "the features that it had",
+            place=job.out,
+            hint="restore the model, or begin again in another --out",
+        )
     state = new_state(job)
     state.step = content["step"]
     state.best = content["best"]

@@ -36,11 +36,12 @@ class KeptFeatures:
 
     def __init__(self, untouched: nn.Module, *, model: nn.Module, weight: float) -> None:
         self._untouched = untouched.eval().requires_grad_(False)
-        path = classifier_path(untouched)
-        self._read = untouched.get_submodule(path)
+        backbone = backbone_of(untouched)
+        path = classifier_path(backbone)
+        self._read = backbone.get_submodule(path)
         self._classifier = backbone_of(model).get_submodule(path)
         self._weight = weight
-        self.classes = num_classes_of(untouched)
+        self._classes = num_classes_of(untouched)
 
     @contextmanager
     def asked_for(self, images: Tensor) -> Iterator[Criteria]:
@@ -56,10 +57,10 @@ class KeptFeatures:
         with self._read.register_forward_pre_hook(note), torch.no_grad():
             self._untouched(images)
         criterion = partial(
-            _right_and_near, features=seen[0], classes=self.classes, weight=self._weight
+            _right_and_near, features=seen[0], classes=self._classes, weight=self._weight
         )
         with self._classifier.register_forward_hook(_with_features):
-            yield criterion, partial(_divergence, classes=self.classes)
+            yield criterion, partial(_divergence, classes=self._classes)
 
 
 def classifier_path(model: nn.Module) -> str:

@@ -86,6 +86,11 @@ class Job:
         """Where the run computes: cpu, cuda or mps."""
         return device_of(self.settings.device)
 
+    @cached_property
+    def untouched_sha256(self) -> str | None:
+        """The digest of the weights of `untouched`."""
+        return None if self.untouched is None else weights_digest(self.untouched)
+
     @property
     def workers(self) -> int:
         """The number of loader processes."""
@@ -193,6 +198,7 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     untouched = None if settings.keep_features is None else deepcopy(backbone)
     # Before `truncate` removes blocks, because merges compare the bases of donors by this digest.
     base_sha256 = weights_digest(stack_of(backbone))
+    ends_before = stack_of(backbone).fixed if stack_of(backbone).shuffled else method.fixed
     origin = None
     if method.blocks is not None:
         origin = method.blocks.draw(depth_of(backbone), seed=settings.seed, step=0)
@@ -202,6 +208,10 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * per_epoch)
     eval_every = min(settings.eval_every or per_epoch, steps)
     notes = _notes(data, settings, steps=steps, chooses=eval_every < steps)
+    if ends_before != method.fixed:
+        before = "--fixed {},{}".format(*ends_before)
+        now = "--fixed {},{}".format(*method.fixed)
+        notes.append(f"the model was trained with {before} before, and is trained with {now} now")
     method, notes_on_start = _started(method, backbone)
     data = replace(data, notes=(*data.notes, *notes, *notes_on_start))
     model = method.prepare(backbone, blank_images(backbone, 1))
@@ -286,27 +296,19 @@ def _warn_of_few(data: ImageData) -> None:
 
 
 def _started(method: Method, backbone: nn.Module) -> tuple[Method, list[str]]:
-    """The method with the `branch_scale` that it applies to `backbone`, and notes on both."""
-    stack = stack_of(backbone)
+    """The method with the `branch_scale` that it applies to `backbone`, and a note that says so."""
     scale = method.branch_scale
-    notes: list[str] = []
-    if stack.shuffled and stack.fixed != method.fixed:
-        before = "--fixed {},{}".format(*stack.fixed)
-        now = "--fixed {},{}".format(*method.fixed)
-        notes.append(f"the model was trained with {before} before, and is trained with {now} now")
     if scale == 1:
-        return method, notes
-    if stack.shuffled:
-        notes.append(
+        return method, []
+    if stack_of(backbone).shuffled:
+        return replace(method, branch_scale=1.0), [
             "the model was prepared for drawn orders before, so its blocks begin with their "
             f"weights as they are, without --branch-scale {scale:g}"
-        )
-        return replace(method, branch_scale=1.0), notes
-    notes.append(
+        ]
+    return method, [
         f"drawn blocks begin with {scale:g} of what they add to the state, so the first scores are "
         "hardly better than chance (--branch-scale 1 leaves the weights as they are)"
-    )
-    return method, notes
+    ]
 
 
 def _notes(data: ImageData, settings: FitSettings, *, steps: int, chooses: bool) -> list[str]:

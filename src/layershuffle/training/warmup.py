@@ -77,11 +77,17 @@ def try_forward(state: TrainState, images: int) -> None:
         # its graph.
         with job.compiler.step(inputs.shape, range(job.depth)):
             for orders in warmup_orders(job):
-                forward = partial(
-                    job.method.loss_and_logits, model, inputs, labels, orders=orders, step=0
-                )
                 with state.recomputing():
-                    with state.autocast:
+                    with state.autocast, state.asking(inputs) as criterion:
+                        forward = partial(
+                            job.method.loss_and_logits,
+                            model,
+                            inputs,
+                            labels,
+                            orders=orders,
+                            step=0,
+                            criterion=criterion,
+                        )
                         loss, _ = job.compiler.or_eager(forward)
                     torch.autograd.backward(loss)
 

@@ -9,7 +9,7 @@ const GATEWAY = new URL("../v1/", import.meta.url); // this file is at PREFIX/jo
 const MEMORY = 200_000_000; // bytes of weights
 const MOST_WAITING = 1024;
 const FIRST_DELAY = 100, LONGEST_DELAY = 3000; // ms
-const SILENT = 15_000; // ms; a gateway tries the blocks of its hosts every few seconds
+const SILENT = 15_000; // ms; a gateway tries loaded blocks every few seconds
 const SILENT_IDLE = 60_000; // ms; nothing is said to a host without blocks, which may wait 30 s for one
 // An ONNX graph: a, b float32 [256, 256]; c = MatMul(a, b).
 const PRODUCT = "CAg6WwoRCgFhCgFiEgFjIgZNYXRNdWwSAWdaFQoBYRIQCg4IARIKCgMIgAIKAwiAAloVCgFiEhAKDggBEgoKAwiAAgoDCIACYhUKAWMSEAoOCAESCgoDCIACCgMIgAJCBAoAEA0=";
@@ -214,7 +214,8 @@ async function speed() {
 // Serve until the connection ends; whether the gateway took this host.
 function serve(hello) {
   return new Promise((ended) => {
-    let taken = false, patience = SILENT_IDLE;
+    let taken = false;
+    slots = new Map(); // until this gateway assigns some
     const here = socket = new WebSocket(new URL("host", GATEWAY).href.replace(/^http/, "ws"));
     const end = (reason) => {
       if (socket === here) [socket, why] = [null, reason];
@@ -233,14 +234,16 @@ function serve(hello) {
         const message = JSON.parse(data);
         if (message.type !== "assign") throw new WireError(`a message ${message.type} from a gateway`);
         [taken, why] = [true, ""];
-        patience = message.blocks.length ? SILENT : SILENT_IDLE;
         assigned(message.blocks);
       } catch (error) {
         here.close(BROKEN, String(error.message).slice(0, 100));
       }
     };
-    // A browser cannot ping, so silence is an end, for which a dead link would let us wait.
+    // A browser cannot ping, so silence is an end, for which a dead link would let us wait. Before
+    // the first block is loaded nothing is said, however long that takes.
     const watch = setInterval(() => {
+      const loaded = [...slots.values()].some((key) => blocks.has(key));
+      const patience = loaded ? SILENT : slots.size ? Infinity : SILENT_IDLE;
       if (performance.now() - heard > patience) {
         here.close();
         end("the gateway is silent");

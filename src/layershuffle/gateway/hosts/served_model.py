@@ -48,7 +48,7 @@ from layershuffle.models.manifest import (
     is_quantised,
     read_manifest,
 )
-from layershuffle.models.spec import directory_of
+from layershuffle.models.spec import directory_of, own_directory
 from layershuffle_host.blocks import Block
 
 _SEED = 20407
@@ -178,9 +178,10 @@ def served_directory(spec: str, *, say: Callable[[str], None] = _log.info) -> Pa
     that takes torch. Raises `UsageError` for an invalid spec, and `LayerShuffleError` with what
     that process said if it fails.
     """
+    own = own_directory(spec)
+    if own is not None and (own / MANIFEST).is_file():
+        return own
     directory = directory_of(spec)
-    if directory is not None and (directory / MANIFEST).is_file():
-        return directory
     digest = hashlib.sha256(f"{MANIFEST_SCHEMA} {spec}".encode())
     # A model that was trained further, or calibrated, is another one.
     paths = [] if directory is None else sorted(directory.glob("*"))

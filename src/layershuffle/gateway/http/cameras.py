@@ -26,9 +26,11 @@ _MAX_HEAD = 4096  # bytes of the head of a part
 _MAX_KIND = 256  # characters of the Content-Type of a form; components send about eighty
 # Strangers send the text. The parser of `email` takes seconds for 60,000 semicolons.
 _BOUNDARY = re.compile(
-    r"multipart/form-data\b[^\"]*?\bboundary=(?:\"([^\"]{1,70})\"|([^\s;\"]{1,70}))", re.I
+    r"multipart/form-data\b.*?\bboundary=(?:\"([^\"]{1,70})\"|([^\s;\"]{1,70}))", re.I
 )
-_NAME = re.compile(rb'^content-disposition:[^\r\n]*?[;\s]name="([^"\r\n]*)"', re.I | re.M)
+_NAME = re.compile(
+    rb'^content-disposition:[^\r\n]*?[;\s]name=(?:"([^"\r\n]*)"|([^\s;"]+))', re.I | re.M
+)
 _HINT = "send multipart/form-data with the file as image, and min_confidence from 0 to 1"
 
 
@@ -56,7 +58,7 @@ def add_cameras(
         summary="Classify an image, as home automation sends it",
     )
     async def classify(request: Request, name: str) -> dict[str, Any]:
-        plain, form, client = await _admitted(request, gateway)
+        plain, form = await _admitted(request, gateway)
         if name != model:
             cause = f"There is no model {name[:40]} here"
             raise HTTPError(HTTPStatus.NOT_FOUND, cause, hint=f"its name is {model}")
@@ -64,11 +66,10 @@ def add_cameras(
         image = form.get("image", b"")
         if not image:
             raise UsageError("There is no image in the form", hint=_HINT)
-        width, height = await gateway.size_of(image, client=client)
         plain = _with_body(plain, image)
         # Of the form nothing stays here: the gateway counts the image until it is decoded.
         del form, image
-        answer = await gateway.classify(plain, Options.model_validate({}))
+        answer, (width, height) = await gateway.classify(plain, Options.model_validate({}))
         gateway.counters.count_answer(answer)
         box = {"x_min": 0, "y_min": 0, "x_max": width, "y_max": height}
         predictions = []
@@ -78,10 +79,8 @@ def add_cameras(
         return {"success": True, "predictions": predictions}
 
 
-async def _admitted(request: Request, gateway: Gateway) -> tuple[Request, dict[str, bytes], str]:
-    """The request without its body, the fields of its form, and the name of its client.
-
-    One of the fields may be its key.
+async def _admitted(request: Request, gateway: Gateway) -> tuple[Request, dict[str, bytes]]:
+    """The request without its body, and the fields of its form, of which one may be its key.
 
     The body is read before the key is known: within the memory and the time of an address. Raises
     the errors of `Admission`.
@@ -96,7 +95,7 @@ async def _admitted(request: Request, gateway: Gateway) -> tuple[Request, dict[s
         key = (b"authorization", b"Bearer " + form["api_key"])
         keyed = Request({**request.scope, "headers": [*headers, key]}, request.receive)
     await gateway.admission.admit(keyed)
-    return plain, form, received.client
+    return plain, form
 
 
 def _least_probability(form: dict[str, bytes]) -> float:
@@ -134,5 +133,5 @@ def form_fields(body: bytes, *, kind: str) -> dict[str, bytes]:
         end = part.find(b"\r\n\r\n", 0, _MAX_HEAD)
         name = _NAME.search(part, 0, max(0, end))
         if name is not None:
-            fields[name[1].decode(errors="replace")] = part[end + 4 :]
+            fields[(name[1] or name[2] or b"").decode(errors="replace")] = part[end + 4 :]
     return fields

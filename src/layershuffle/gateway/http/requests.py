@@ -36,7 +36,7 @@ from layershuffle.gateway.http.admission import BODY_HINT, Admission, GatewayLim
 from layershuffle.gateway.http.answers import Classification, Guess, Hop, Skipped, Times
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.text import counted
-from layershuffle.images.pixels import image_batch, image_size
+from layershuffle.images.pixels import image_batch
 
 if TYPE_CHECKING:
     from layershuffle.gateway.hosts.coordinator import Coordinator
@@ -175,13 +175,15 @@ class Gateway:
 
     async def respond(self, request: Request, options: Annotated[Options, Query()]) -> Response:
         """The response to an admitted request of POST /v1/classify. Raises as `classify` does."""
-        answer = await self.classify(request, options)
+        answer, _ = await self.classify(request, options)
         self.counters.count_answer(answer)
         # As a response, or FastAPI would validate it once more.
         return Response(answer.model_dump_json(), media_type="application/json")
 
-    async def classify(self, request: Request, options: Options) -> Classification:
-        """The answer to a request that was admitted.
+    async def classify(
+        self, request: Request, options: Options
+    ) -> tuple[Classification, tuple[int, int]]:
+        """The answer to a request that was admitted, and (width, height) of its image.
 
         The deadline counts from the end of the body, and covers the waits for a decoder and for a
         walk, decoding, and the walk. Raises `HTTPError`, `NotAnswered`, `DataError`, `UsageError`.
@@ -195,7 +197,7 @@ class Gateway:
             begun = clock()
             deadline_ms = options.deadline_ms or self.router.limits.deadline_ms
             deadline = begun + deadline_ms / _MILLI
-            image = await self.admission.compute(
+            image, size = await self.admission.compute(
                 received.client,
                 partial(self._decode, received.body),
                 pool=self._pool,
@@ -214,26 +216,14 @@ class Gateway:
                     place=place,
                 )
         route = classified.route
-        return classification(
+        answer = classification(
             classified,
             labels=self.labels,
             top=options.top,
             expected=self._expected_of(route, options, confidence=confidence),
             total_ms=(clock() - begun) * _MILLI,
         )
-
-    async def size_of(self, image: bytes, *, client: str) -> tuple[int, int]:
-        """(width, height) of an image as it is stored, read when it is the turn of `client`.
-
-        Raises `DataError` if its head cannot be read, and `NotAnswered` if that takes too long.
-        """
-        return await self.admission.compute(
-            client,
-            partial(image_size, image, most_pixels=self.limits.max_pixels),
-            pool=self._pool,
-            deadline=self.router.clock() + self.router.limits.deadline_ms / _MILLI,
-            event="the size of the image was read",
-        )
+        return answer, size
 
     def _check(self, options: Options) -> None:
         """Raises `UsageError` for more blocks than there are, and an impossible deadline."""
@@ -288,23 +278,23 @@ class Gateway:
         least = options.min_blocks or sureness.least
         if least == len(self.router.hosted) or route.kept < least:
             return self._expected(cell)  # it could not end before these blocks had run
+        if least != sureness.least:
+            after = counted(least, "block")
+            why = f"requests that may end after {after} were not measured, only {sureness.least}"
+            return None, why
         expected = self._expected_if_asked(
             cell,
             confidence=confidence,
             sure=route.ending == "sure",
             again=len(route.order) > route.kept,
         )
-        if least != sureness.least:
-            after = counted(least, "block")
-            why = f"requests that may end after {after} were not measured, only {sureness.least}"
-        elif expected is not None:
+        if expected is not None:
             return expected, ""
-        elif sureness.stop_at(confidence) is None:
+        sure = "sure" if route.ending == "sure" else "not sure"
+        why = f"too few answers were {sure} after {route.kept} blocks when it was measured"
+        if sureness.stop_at(confidence) is None:
             percent = f"{100 * confidence:g} %"
             why = f"no request ended at a chance of {percent} when it was measured"
-        else:
-            sure = "sure" if route.ending == "sure" else "not sure"
-            why = f"too few answers were {sure} after {route.kept} blocks when it was measured"
         return None, why
 
     def _expected(self, cell: Cell | None) -> tuple[Expected | None, str]:
