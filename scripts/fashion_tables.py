@@ -56,6 +56,7 @@ ENDS_ARMS = {
     "anyorder": ("anyorder (ours)", "2.5e-5"),
     "anyorder-ends-1-2": ("anyorder --fixed 1,2 (ours)", "2.5e-5"),
     "anyorder-ends-2-2": ("anyorder --fixed 2,2 (ours)", "2.5e-5"),
+    "anyorder-features-2-2": ("anyorder --fixed 2,2 --keep-features 3 (ours)", "2.5e-5"),
     "baseline-6000": ("baseline, 6,000 steps", "2e-5"),
     "anyorder-6000": ("anyorder, 6,000 steps (ours)", "2.5e-5"),
 }
