@@ -215,7 +215,7 @@ def test_fields_of_a_form_are_read_as_they_were_written() -> None:
     assert form_fields(body, kind="image/png") == {}
     assert form_fields(b"", kind=kind) == {}
     # Nor need names have quotes, and other parameters may come first.
-    bare = b'--b\r\ncontent-disposition: form-data; name=image; filename=a.png\r\n\r\nPIX'
+    bare = b"--b\r\ncontent-disposition: form-data; name=image; filename=a.png\r\n\r\nPIX"
     wordy = 'multipart/form-data; charset="utf-8"; boundary=b'
     assert form_fields(bare, kind=wordy) == {"image": b"PIX"}
     # What strangers send before the boundary costs nothing.
