@@ -30,8 +30,8 @@ class KeptFeatures:
     """The features that a model has before its training, and the loss that keeps them.
 
     `untouched` is that model, which this object freezes, and `model` the one that is trained, with
-    a classifier at the same place. Raises `UsageError` for a model without a single linear layer
-    that gives its logits.
+    a classifier of `classes` outputs at the same place. Raises `UsageError` for a model without a
+    single linear layer that gives its logits.
     """
 
     def __init__(self, untouched: nn.Module, *, model: nn.Module, weight: float) -> None:
@@ -41,7 +41,7 @@ class KeptFeatures:
         self._read = backbone.get_submodule(path)
         self._classifier = backbone_of(model).get_submodule(path)
         self._weight = weight
-        self._classes = num_classes_of(untouched)
+        self.classes = num_classes_of(untouched)
 
     @contextmanager
     def asked_for(self, images: Tensor) -> Iterator[Criteria]:
@@ -57,10 +57,10 @@ class KeptFeatures:
         with self._read.register_forward_pre_hook(note), torch.no_grad():
             self._untouched(images)
         criterion = partial(
-            _right_and_near, features=seen[0], classes=self._classes, weight=self._weight
+            _right_and_near, features=seen[0], classes=self.classes, weight=self._weight
         )
         with self._classifier.register_forward_hook(_with_features):
-            yield criterion, partial(_divergence, classes=self._classes)
+            yield criterion, partial(_divergence, classes=self.classes)
 
 
 def classifier_path(model: nn.Module) -> str:

@@ -123,8 +123,7 @@ def train(
                 loss = loss / (in_step / len(labels))  # the last forward may be a smaller one
                 on_phase("backward", state.step)
                 torch.autograd.backward(loss)
-            # Features may follow the logits.
-            sums.add(loss.detach(), answers[:, : len(job.data.classes)], labels)
+            sums.add(loss.detach(), state.logits_in(answers), labels)
 
         on_phase("optimizer", state.step)
         norm, learning_rate = _update(state)

@@ -67,6 +67,10 @@ class TrainState:
         """Around a forward: the criteria of its answers, `None` for those that `Method` has."""
         return nullcontext() if self.kept is None else self.kept.asked_for(images)
 
+    def logits_in(self, answers: Tensor) -> Tensor:
+        """The logits in what a forward `asking` for its criteria returned; features may follow."""
+        return answers if self.kept is None else answers[:, : self.kept.classes]
+
     def summing_gradients(self, *, last: bool) -> AbstractContextManager[None]:
         """Around a forward and its backward: the processes average the gradients of a step after
         its `last` micro-batch."""
