@@ -208,20 +208,12 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * per_epoch)
     eval_every = min(settings.eval_every or per_epoch, steps)
     notes = _notes(data, settings, steps=steps, chooses=eval_every < steps)
-    if ends_before != method.fixed:
-        before = "--fixed {},{}".format(*ends_before)
-        now = "--fixed {},{}".format(*method.fixed)
-        notes.append(f"the model was trained with {before} before, and is trained with {now} now")
+    notes += _of_other_ends(ends_before, method.fixed)
     method, notes_on_start = _started(method, backbone)
     data = replace(data, notes=(*data.notes, *notes, *notes_on_start))
     model = method.prepare(backbone, blank_images(backbone, 1))
     # Afterwards, because tied blocks share their weights only then.
     freeze(backbone, settings.freeze)
-    eager = "compile is off" if settings.compile is False else None
-    if settings.compile is None and device == "cpu":
-        eager = "off by default on a CPU, where it takes minutes and gains little"
-    if settings.compile is None and device == "mps":
-        eager = "off by default on the GPU of a Mac, where it was not tried"
     return Job(
         settings=settings,
         ranks=ranks,
@@ -230,7 +222,9 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         data=data,
         model=model,
         # Groups come in many sizes; one graph with symbolic sizes serves them all.
-        compiler=BlockCompiler(reason=eager, dynamic=method.orders_per_batch > 1),
+        compiler=BlockCompiler(
+            reason=_why_eager(settings, device), dynamic=method.orders_per_batch > 1
+        ),
         images_per_forward=images_per_forward,
         steps=steps,
         eval_every=eval_every,
@@ -241,6 +235,17 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         origin=origin,
         untouched=untouched,
     )
+
+
+def _why_eager(settings: FitSettings, device: str) -> str | None:
+    """Why blocks are not compiled; `None` if they are."""
+    if settings.compile is False:
+        return "compile is off"
+    if settings.compile is None and device == "cpu":
+        return "off by default on a CPU, where it takes minutes and gains little"
+    if settings.compile is None and device == "mps":
+        return "off by default on the GPU of a Mac, where it was not tried"
+    return None
 
 
 def _with_drop_path(settings: FitSettings) -> str:
@@ -293,6 +298,14 @@ def _warn_of_few(data: ImageData) -> None:
             "folders are classes, or give a smaller --holdout",
             *(data.spec, images, classes),
         )
+
+
+def _of_other_ends(before: tuple[int, int], now: tuple[int, int]) -> list[str]:
+    """A note on a model that was trained with other ends before."""
+    if before == now:
+        return []
+    flags = ["--fixed {},{}".format(*ends) for ends in (before, now)]
+    return ["the model was trained with {} before, and is trained with {} now".format(*flags)]
 
 
 def _started(method: Method, backbone: nn.Module) -> tuple[Method, list[str]]:

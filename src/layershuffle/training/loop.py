@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -109,21 +108,11 @@ def train(
                 state.summing_gradients(last=micro_batch == len(micro_batches) - 1),
                 job.compiler.step(images.shape, blocks),
             ):
-                with state.autocast, state.asking(images) as criterion:
-                    forward = partial(
-                        job.method.loss_and_logits,
-                        model,
-                        images,
-                        targets,
-                        orders=orders,
-                        criterion=criterion,
-                        **place,
-                    )
-                    loss, answers = job.compiler.or_eager(forward)
+                loss, logits = state.forward(model, images, targets=targets, orders=orders, **place)
                 loss = loss / (in_step / len(labels))  # the last forward may be a smaller one
                 on_phase("backward", state.step)
                 torch.autograd.backward(loss)
-            sums.add(loss.detach(), state.logits_in(answers), labels)
+            sums.add(loss.detach(), logits, labels)
 
         on_phase("optimizer", state.step)
         norm, learning_rate = _update(state)

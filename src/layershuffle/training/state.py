@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler, set_seed
 
+from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import recomputing
 from layershuffle.ground.errors import TrainingError
-from layershuffle.training.features import Criteria, KeptFeatures
+from layershuffle.training.features import KeptFeatures
 from layershuffle.training.job import Job
 from layershuffle.training.optimizer import make_optimizer
 from layershuffle.training.sharding import WHOLE, shard
@@ -31,8 +34,8 @@ class TrainState:
     `model` is saved and scored; `ddp` holds the same model and averages its gradients over several
     processes. `autocast` is the context of forwards, in the precision of the run. `whole` is a copy
     with room for all weights if every process holds only a part of them. `kept` are the features
-    that the model has to keep, if the run asks for that. `best` is the lowest
-    held-out cross-entropy so far, `earlier_seconds` the time before the last resume.
+    that the model has to keep, if the run asks for that. `best` is the lowest held-out
+    cross-entropy so far, `earlier_seconds` the time before the last resume.
     `images_trained` counts the images of all processes so far, in steps that took `step_seconds`.
     """
 
@@ -63,13 +66,40 @@ class TrainState:
             return recomputing(self.model)
         return nullcontext()
 
-    def asking(self, images: Tensor) -> AbstractContextManager[Criteria | None]:
-        """Around a forward: the criteria of its answers, `None` for those that `Method` has."""
-        return nullcontext() if self.kept is None else self.kept.asked_for(images)
+    def forward(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        *,
+        targets: Tensor,
+        orders: Sequence[ExecutionOrder],
+        step: int,
+        micro_batch: int = 0,
+        rank: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of `images` along `orders`, and their logits `[n, classes]`.
 
-    def logits_in(self, answers: Tensor) -> Tensor:
-        """The logits in what a forward `asking` for its criteria returned; features may follow."""
-        return answers if self.kept is None else answers[:, : self.kept.classes]
+        `model` is the model of the run, or that model inside DDP. `step`, `micro_batch` and `rank`
+        are those of `Method.loss_and_logits`.
+        """
+        kept = self.kept
+        asking = nullcontext() if kept is None else kept.asked_for(images)
+        with self.autocast, asking as criterion:
+            loss, answers = self.job.compiler.or_eager(
+                partial(
+                    self.job.method.loss_and_logits,
+                    model,
+                    images,
+                    targets,
+                    orders=orders,
+                    criterion=criterion,
+                    step=step,
+                    micro_batch=micro_batch,
+                    rank=rank,
+                )
+            )
+        # The features follow the logits.
+        return loss, answers if kept is None else answers[:, : kept.classes]
 
     def summing_gradients(self, *, last: bool) -> AbstractContextManager[None]:
         """Around a forward and its backward: the processes average the gradients of a step after

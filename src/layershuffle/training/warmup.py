@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
@@ -78,17 +77,7 @@ def try_forward(state: TrainState, images: int) -> None:
         with job.compiler.step(inputs.shape, range(job.depth)):
             for orders in warmup_orders(job):
                 with state.recomputing():
-                    with state.autocast, state.asking(inputs) as criterion:
-                        forward = partial(
-                            job.method.loss_and_logits,
-                            model,
-                            inputs,
-                            labels,
-                            orders=orders,
-                            step=0,
-                            criterion=criterion,
-                        )
-                        loss, _ = job.compiler.or_eager(forward)
+                    loss, _ = state.forward(model, inputs, targets=labels, orders=orders, step=0)
                     torch.autograd.backward(loss)
 
 
