@@ -41,6 +41,22 @@ def test_write_text_replaces_in_one_step(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["a.json"]
 
 
+def test_two_writers_of_one_file_do_not_meet(tmp_path, monkeypatch):
+    """Processes of two containers that share a disk may have one number: both are 1."""
+    path = tmp_path / "report.md"
+    replace = os.replace
+
+    def other_first(stage, target):
+        monkeypatch.setattr(os, "replace", replace)
+        write_text(path, "other")
+        replace(stage, target)
+
+    monkeypatch.setattr(os, "replace", other_first)
+    write_text(path, "own")
+    assert path.read_text() == "own"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+
+
 def test_a_file_in_the_place_of_a_directory_is_explained(tmp_path):
     (tmp_path / "d").mkdir()
     with refuses(LayerShuffleError, tmp_path / "d"):

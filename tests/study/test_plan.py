@@ -10,7 +10,7 @@ from fixture import TINY, facts, run_rows, tell
 from layershuffle.cli import main
 from layershuffle.ground.errors import SettingsError, UsageError
 from layershuffle.scoring.settings import EvalSettings
-from layershuffle.study.plan import check_plan, make_plan, read_plan, write_plan
+from layershuffle.study.plan import check_defaults, check_plan, make_plan, read_plan, write_plan
 from layershuffle.study.settings import StudySettings
 from layershuffle.study.tasks import count_orders
 from layershuffle.study.worker import next_task
@@ -139,7 +139,7 @@ def test_a_seed_is_named_once():
 def test_the_plan_holds_the_recipe_alone(study, tmp_path):
     write_plan(study, tmp_path)
     stored = json.loads((tmp_path / "plan.json").read_text())
-    assert set(stored) == {"schema", "code_version", "recipe"}
+    assert set(stored) == {"schema", "recipe"}
     assert read_plan(tmp_path) == study
     (tmp_path / "plan.json").write_text(json.dumps({**stored, "schema": 2}))
     with refuses(UsageError, tmp_path / "plan.json"):
@@ -168,6 +168,27 @@ def test_a_directory_keeps_the_recipe_that_it_was_begun_with(changed, tmp_path):
     assert caught.value.place == tmp_path / "plan.json"
     (name,) = changed
     assert f"differs in {name}" in caught.value.cause
+
+
+@pytest.mark.parametrize("setting", [{"data": "folder:mine"}, {"method": "baseline"}, {"seed": 7}])
+def test_the_study_sets_data_method_and_seed_alone(setting):
+    """Under `fit` they replaced those of the study, or were dropped, and nothing said so."""
+    with refuses(SettingsError):
+        StudySettings(**{**TINY, "fit": {**TINY["fit"], **setting}})
+    with refuses(SettingsError):
+        StudySettings(**{**TINY, "arms": [{"method": "layershuffle", "fit": setting}]})
+
+
+def test_finished_runs_had_the_defaults_of_today(plan, tmp_path):
+    """The seeds of a row would else be models of two trainings."""
+    run = plan.runs[0]
+    settings = run.settings.resolved()
+    check_defaults(plan, {}, place=tmp_path)
+    check_defaults(plan, {run.name: {"settings": settings}}, place=tmp_path)
+    check_defaults(plan, {run.name: {"settings": {**settings, "of_before": 1}}}, place=tmp_path)
+    other = {run.name: {"settings": {**settings, "fixed": [1, 1]}}}
+    with refuses(UsageError, tmp_path):
+        check_defaults(plan, other, place=tmp_path)
 
 
 def test_work_is_counted(plan):

@@ -4,6 +4,7 @@ Every process of a task imports for seconds, so tests run as few as possible.
 """
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from fixture import done_here, results
 import layershuffle as ls
 from forked import STARTS, ForkedTeam, studying
 from layershuffle.cli import main
+from layershuffle.core.methods import PRESETS
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import DataError, Interrupted, LayerShuffleError, UsageError
 from layershuffle.ground.rows import ScoreRow, read_rows
@@ -232,6 +234,17 @@ def test_a_task_fails_because_of_a_file_whose_name_is_no_utf8(tmp_path, monkeypa
     assert r"cannot read image caf\udce9.png" in read_failure(task, tmp_path)
 
 
+def test_a_task_fails_because_of_a_full_disk(tmp_path, monkeypatch):
+    def full(*_, say):
+        raise OSError(errno.ENOSPC, "No space left on device", "/x/model")
+
+    monkeypatch.setattr("layershuffle.study.worker.record", full)
+    task = make_plan(StudySettings(**RECIPE)).runs[0]
+    task.directory(tmp_path).mkdir(parents=True)
+    attempt(task, tmp_path)
+    assert read_failure(task, tmp_path).startswith("The disk is full. Where: /x/model. Next: ")
+
+
 def test_a_task_is_tried_again_after_a_power_cut(tmp_path):
     """What tells of its progress is not flushed to the disk, so it may be empty."""
     write_plan(StudySettings(**RECIPE), tmp_path)
@@ -274,6 +287,19 @@ def test_another_recipe_is_refused_and_the_study_stays_as_it_was(tmp_path):
         run_study(other, tmp_path, watch=watch)
     assert read_plan(tmp_path) == study
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_study_is_not_continued_with_other_defaults(tmp_path, monkeypatch):
+    recipe = {**RECIPE, "arms": [{"method": "anyorder"}], "seeds": [0, 1]}
+    study = StudySettings(**recipe)
+    write_plan(study, tmp_path)
+    run = make_plan(study).runs[0]
+    run.directory(tmp_path).mkdir(parents=True)
+    attempt(run, tmp_path)
+    monkeypatch.setitem(PRESETS["anyorder"][1], "orders_per_batch", 2)
+    with refuses(UsageError, tmp_path / "tasks.jsonl"):
+        run_study(study, tmp_path, watch=watch)
+    assert list(read_facts(tmp_path)) == ["anyorder-seed0"]
 
 
 # --- the recipe of ImageNet -----------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch import nn
 
 import layershuffle as ls
 from forked import SERVER
+from layershuffle.core.methods import PRESETS
 from layershuffle.data.digits import DigitPairs
 from layershuffle.ground.errors import Interrupted, TrainingError, UsageError
 from layershuffle.ground.extras import missing
@@ -246,6 +247,14 @@ def test_a_run_goes_on_with_its_own_settings(undisturbed, tmp_path):
     fit(settings(method="anyorder", self_distillation=0.3, steps=1), tmp_path)
     with refuses(UsageError):
         fit(settings(method="anyorder", exit_weight=0.4, steps=1), tmp_path)
+
+
+def test_a_run_does_not_go_on_with_another_default_of_its_method(tmp_path, monkeypatch):
+    fit(settings(method="anyorder", steps=1), tmp_path)
+    monkeypatch.setitem(PRESETS["anyorder"][1], "exit_weight", 0.4)
+    with refuses(UsageError, tmp_path / "settings.yaml"):
+        fit(settings(method="anyorder", steps=1), tmp_path)
+    fit(settings(method="anyorder", exit_weight=0.3, steps=1), tmp_path)
 
 
 def test_settings_of_a_run_that_never_began_may_change(tmp_path):

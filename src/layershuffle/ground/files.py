@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import sys
 import tempfile
@@ -87,7 +88,8 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
     """
     path = path.resolve()  # what a link leads to is replaced, not the link
     # Beside `path`: a rename is a single step only within one file system.
-    stage = path.with_name(f"{_STAGE_PREFIX}{os.getpid()}-{path.name}")
+    # A random name: processes of containers that share a disk have equal numbers.
+    stage = path.with_name(f"{_STAGE_PREFIX}{secrets.token_hex(4)}-{path.name}")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -102,7 +104,6 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
 
 
 def _private_opener(path: str, flags: int) -> int:
-    Path(path).unlink(missing_ok=True)  # a killed process with the same number may have left it
     return os.open(path, flags | os.O_EXCL, 0o600)
 
 

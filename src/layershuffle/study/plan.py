@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from layershuffle._version import __version__
 from layershuffle.analysis import find_analysis
 from layershuffle.analysis.settings import AnalysisSettings
 from layershuffle.ground.errors import SettingsError, UsageError
@@ -176,7 +175,7 @@ def run_name(label: str, seed: int) -> str:
 def write_plan(study: StudySettings, out: Path) -> None:
     """Write plan.json into `out`; the tasks follow from it."""
     recipe = study.model_dump(mode="json")
-    plan = {"schema": _SCHEMA, "code_version": __version__, "recipe": recipe}
+    plan = {"schema": _SCHEMA, "recipe": recipe}
     write_text(out / PLAN_FILE, json.dumps(plan, indent=1) + "\n")
 
 
@@ -205,6 +204,31 @@ def check_plan(study: StudySettings, out: Path) -> None:
             hint="give the recipe that it was begun with to continue, or another --out to run "
             "the changed one from its beginning",
         )
+
+
+def check_defaults(plan: Plan, facts: Mapping[str, Mapping[str, Any]], *, place: Path) -> None:
+    """Refuse to add runs to finished ones that were trained with other settings.
+
+    A recipe names only what differs from the defaults, and those of this version may be others than
+    when the study was begun: seeds of one row would then be models of two trainings.
+
+    `facts`: those of the finished tasks by name, which stand in `place`. Raises `UsageError`.
+    """
+    for run in plan.runs:
+        if not run.is_done(facts):
+            continue
+        now = run.settings.resolved()
+        differing = []
+        for name, value in facts[run.name].get("settings", {}).items():
+            if name in now and value != now[name]:
+                differing.append(f"{name} ({value!r} there, {now[name]!r} now)")
+        if differing:
+            raise UsageError(
+                f"{run.name} was trained with other defaults: {', '.join(differing)}",
+                place=place,
+                hint="name these settings in the recipe as they were and begin again in another "
+                "--out, or continue with the version of layershuffle that began the study",
+            )
 
 
 def read_plan(out: Path) -> StudySettings:

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 from layershuffle.ground.errors import Interrupted, LayerShuffleError
 from layershuffle.ground.machine import cores, stop_signals
-from layershuffle.study.plan import check_plan, make_plan, write_plan
+from layershuffle.study.plan import check_defaults, check_plan, make_plan, write_plan
 from layershuffle.study.settings import StudySettings
-from layershuffle.study.store import read_facts, read_failure, writing
+from layershuffle.study.store import TASKS_FILE, read_facts, read_failure, writing
 from layershuffle.study.tasks import ASSUMED_SIZES, AnyTask
 from layershuffle.study.worker import PROGRESS_FILE, try_again, unfinished
 
@@ -171,9 +171,13 @@ def run_study(
     there, `Interrupted` after SIGTERM or Ctrl-C with the checkpoint of every run saved.
     """
     check_plan(study, out)  # before the lock, which makes a file
-    tasks = make_plan(study).tasks
+    plan = make_plan(study)
+    tasks = plan.tasks
     with writing(out):
         check_plan(study, out)  # another process may have begun a study meanwhile
+        facts = read_facts(out)
+        if not all(task.is_done(facts) for task in tasks):
+            check_defaults(plan, facts, place=out / TASKS_FILE)
         try_again(tasks, out)
         write_plan(study, out)
     with stop_signals() as stop:

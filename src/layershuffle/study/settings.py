@@ -12,6 +12,8 @@ from layershuffle.merging.settings import MergingSettings
 from layershuffle.scoring.settings import EvalSettings
 from layershuffle.training.settings import FitSettings
 
+# Settings of a training that the study sets itself -> where.
+_NOT_UNDER_FIT = {"data": "data of the study", "method": "method of an arm", "seed": "seeds"}
 Names = Annotated[tuple[Name, ...], Field(min_length=1)]
 
 
@@ -22,7 +24,18 @@ def _once(seeds: tuple[int, ...]) -> tuple[int, ...]:
     return seeds
 
 
+def _without_own(fit: dict[str, Any]) -> dict[str, Any]:
+    """The settings. Raises `ValueError` for one that the study sets itself, and would replace."""
+    for name, place in _NOT_UNDER_FIT.items():
+        if name in fit:
+            raise ValueError(f"{name} is not set here, but as {place}")
+    return fit
+
+
 Seeds = Annotated[tuple[Seed, ...], Field(min_length=1), AfterValidator(_once)]
+
+
+FitKeys = Annotated[dict[str, Any], KeysOf(FitSettings), AfterValidator(_without_own)]
 
 
 class Arm(Settings):
@@ -33,7 +46,7 @@ class Arm(Settings):
     """Label in tables (default: the method)."""
     seeds: Seeds | None = None
     """Seeds of this arm (default: those of the study)."""
-    fit: Annotated[dict[str, Any], KeysOf(FitSettings)] = Field(default_factory=dict)
+    fit: FitKeys = Field(default_factory=dict)
     """Training settings of this arm, which override those of the study."""
     evaluate: Annotated[dict[str, Any], KeysOf(EvalSettings)] = Field(default_factory=dict)
     """Scoring settings of this arm, which override the study's `evaluate`."""
@@ -73,7 +86,7 @@ class StudySettings(Settings):
     seeds: Seeds = (0,)
     """One run per arm and seed."""
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
-    fit: Annotated[dict[str, Any], KeysOf(FitSettings)] = Field(default_factory=dict)
+    fit: FitKeys = Field(default_factory=dict)
     """Training settings shared by all arms."""
     evaluate: EvalSettings = EvalSettings()
     merging: tuple[Merging, ...] = ()
@@ -88,9 +101,8 @@ class StudySettings(Settings):
 
     def fit_settings(self, arm: Arm, seed: int) -> FitSettings:
         """The training settings of one run of the study."""
-        # An arm may have its own model, but `fit` cannot change method and seed.
-        fields = {"model": self.model, "data": self.data, **self.fit, **arm.fit}
-        return FitSettings(**{**fields, "method": arm.method, "seed": seed})
+        fit = {"model": self.model, **self.fit, **arm.fit}  # an arm may have its own model
+        return FitSettings(**fit, data=self.data, method=arm.method, seed=seed)
 
     def evaluate_settings(self, arm: Arm) -> EvalSettings:
         """The scoring settings of the runs of an arm."""

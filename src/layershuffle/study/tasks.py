@@ -22,7 +22,6 @@ from layershuffle.core.draws import Stream
 from layershuffle.core.policies import parse_modes
 from layershuffle.ground.errors import LayerShuffleError
 from layershuffle.ground.rows import AnyRow, MergingRow, ScoreRow
-from layershuffle.ground.settings import digest
 from layershuffle.merging.settings import MergingSettings
 from layershuffle.scoring.settings import EvalSettings
 from layershuffle.training.settings import DEFAULT_EPOCHS, FitSettings
@@ -222,7 +221,6 @@ class RunSpec(Task[RunResult]):
         if settings.compile and scored.blocks["mode"] == "eager":
             facts["data"]["notes"].append(f"scored in eager mode: {scored.blocks['reason']}")
         facts |= {
-            "settings_hash": facts["settings_hash"][:12],  # enough to tell settings apart
             "eval_seconds": round(time.monotonic() - started, 2),
             "eval_precision": settings.precision,
             "eval_blocks": scored.blocks,
@@ -387,7 +385,6 @@ def _task_facts(options: Any, *, started: float, precision: str = "fp32") -> dic
 
     return {
         "options": options.model_dump(mode="json"),
-        "settings_hash": digest(options),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(time.monotonic() - started, 2),
         "hardware": hardware(precision, device="auto"),

@@ -2,7 +2,8 @@
 
 It claims a task by a lock in the shared directory OUT, so any number of these processes, on any
 number of machines, share the work: none starts a task that another one has. The lock goes with its
-process, and then somebody else continues the task from its checkpoint.
+process, and then somebody else continues the task from its checkpoint. `study.runner` starts it
+with a pipe as its input, and it ends where the pipe does: with the process that started it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from layershuffle.ground.errors import Interrupted, LayerShuffleError
+from layershuffle.ground.errors import Interrupted, LayerShuffleError, of_the_machine
 from layershuffle.ground.files import explained, write_text
 from layershuffle.ground.machine import collector_paused
 from layershuffle.ground.text import one_line
@@ -149,8 +150,9 @@ def attempt(task: AnyTask, out: Path) -> None:
         write_text(directory / FAILURE_FILE, f"{error}\n")
     except Exception as error:  # noqa: BLE001 - one task has failed, others go on
         traceback.print_exc()
+        text = of_the_machine(error) or f"{type(error).__name__}: {one_line(error)}"
         where = f"(whole log: {directory / LOG_FILE})"
-        write_text(directory / FAILURE_FILE, f"{type(error).__name__}: {one_line(error)} {where}\n")
+        write_text(directory / FAILURE_FILE, f"{text} {where}\n")
     finally:
         progress.unlink(missing_ok=True)
 

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from layershuffle.core.methods import METHOD_OPTIONS
 from layershuffle.data.class_names import RenumberedImages
 from layershuffle.data.transforms import Images
 from layershuffle.ground.errors import UsageError
@@ -58,7 +57,7 @@ def prepare_directory(out: Path, settings: FitSettings) -> None:
     if path.is_file() and has_results:
         _refuse_other_settings(path, settings)
     else:
-        write_text(path, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+        write_text(path, yaml.safe_dump(settings.resolved(), sort_keys=False))
     remove_stale_stages(out)
     remove_stale_stages(out / "checkpoints")
 
@@ -105,24 +104,19 @@ def check_data(job: Job) -> None:
 
 def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
     stored = read_recipe(path)
-    resolved = settings.model_dump(mode="json")
-    differing: dict[str, str] = {}
+    resolved = settings.resolved()
+    differing = []
     for name in sorted(stored.keys() | resolved.keys()):
         theirs = stored.get(name)
         ours = resolved.get(name)
         if name not in _MAY_CHANGE and theirs != ours:
-            differing[name] = f"{name} ({theirs!r} there, {ours!r} now)"
-    if not differing:
-        return
-    # An option may be given if the method has the same value anyway.
-    only_options = differing.keys() <= set(METHOD_OPTIONS)
-    if only_options and FitSettings(**stored).build_method() == settings.build_method():
-        return
-    raise UsageError(
-        f"This directory holds a run with other settings: {', '.join(differing.values())}",
-        place=path,
-        hint="give the same settings to continue, or another --out to start again",
-    )
+            differing.append(f"{name} ({theirs!r} there, {ours!r} now)")
+    if differing:
+        raise UsageError(
+            f"This directory holds a run with other settings: {', '.join(differing)}",
+            place=path,
+            hint="give the same settings to continue, or another --out to start again",
+        )
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:

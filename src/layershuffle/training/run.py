@@ -52,7 +52,6 @@ class FitResult:
     schema: int
     method: str
     seed: int
-    settings_hash: str
     finished: str
     steps: int
     train_seconds: float
@@ -297,14 +296,13 @@ def _finish(state: TrainState) -> FitResult:
         schema=1,
         method=job.method.name,
         seed=job.settings.seed,
-        settings_hash=digest(job.settings),
         finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         steps=job.steps,
         train_seconds=round(state.seconds(), 2),
         images_per_second=round(state.images_trained / max(state.step_seconds, 1e-9), 1),
         selected=stored["selected"],
         paper_protocol=job.settings.paper_protocol,
-        settings=job.settings.model_dump(mode="json"),
+        settings=job.settings.resolved(),
         data={
             "spec": job.data.spec,
             "classes": len(job.data.classes),

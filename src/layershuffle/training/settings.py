@@ -215,3 +215,10 @@ class FitSettings(MethodSettings):
         """The method with its options set."""
         options = {name: getattr(self, name) for name in METHOD_SETTINGS}
         return Method(self.method, seed=self.seed, **options)
+
+    def resolved(self) -> dict[str, Any]:
+        """The settings as JSON, with the method's own values in place of `None`.
+
+        A record of a run holds these: a later version may give a method other values.
+        """
+        return self.model_copy(update=self.build_method().options).model_dump(mode="json")
