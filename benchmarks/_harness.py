@@ -1,8 +1,8 @@
 """The harness of `benchmarks/`: claims, their rows and bounds, and result files.
 
 A script states a `Claim` and calls `run_claim`, which measures its rows, judges them and puts them
-into `results/claims.csv`: the newest rows of every theme and machine. `scripts/tables.py` shows
-them on the pages.
+into `results/claims.csv`: the newest rows of every theme on a processor, and on each GPU.
+`scripts/tables.py` shows them on the pages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import csv
 import io
 import json
 import math
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -186,8 +188,9 @@ class ClaimResult:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What a newer result of the same theme, measured on such a machine, replaces."""
-        return self.theme, self.hardware["gpu"] or self.hardware["processor"]
+        """What a newer result replaces: one of the same theme, also if of another processor, which
+        would else stand beside it in a table without a column that says so."""
+        return self.theme, self.hardware["gpu"] or "processor"
 
     @property
     def machine(self) -> str:
@@ -223,7 +226,7 @@ def run_claim(
             theme=claim.theme,
             claim=claim.text,
             date=time.strftime("%Y-%m-%d"),
-            command=f"python benchmarks/{Path(file).name}",
+            command=shlex.join(["python", f"benchmarks/{Path(file).name}", *sys.argv[1:]]),
             hardware=hardware(claim.precision, device="auto"),
             versions=versions(),
             rows=(),

@@ -47,7 +47,6 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- table\n"
 END = "<!-- end of table -->"
 NUMBER = "<!-- from "
-NO_ROWS = "*Not measured yet.*"
 _OF_CLAIMS = {
     "what": "{name}", "ratio or number": "{what}", "median": "{median}", "range": "{range}",
     "promised": "{promised}", "result": "{verdict}",
@@ -109,7 +108,7 @@ def table_of(mark: Mapping[str, Any], *, directory: Path) -> str:
     rows = _rows(directory / mark["csv"], mark.get("where", {}))
     lines = dict.fromkeys(tuple(_cell(form, row) for form in columns.values()) for row in rows)
     if not lines:
-        return NO_ROWS
+        raise ValueError(f"no rows of {mark['csv']}")
     columns_of_cells = zip(*lines, strict=True)
     align = "".join("r" if all(map(_NUMBER.match, cells)) else "l" for cells in columns_of_cells)
     return markdown_table(list(columns), lines, align=align)

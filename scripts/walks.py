@@ -171,7 +171,7 @@ def pictures(folder: Path) -> Path:
     return folder
 
 
-def walk_of_fit(folder: Path, *, method: str = "anyorder") -> EnteredFiles:
+def walk_of_fit(folder: Path) -> EnteredFiles:
     """The files that the images of the third step pass: what is done once is over by then."""
     walk = EnteredFiles()
 
@@ -180,7 +180,6 @@ def walk_of_fit(folder: Path, *, method: str = "anyorder") -> EnteredFiles:
 
     with walk.watching():
         ls.fit(
-            method=method,
             model=MODEL,
             data=f"folder:{pictures(folder / 'data')}",
             out=folder / "run",

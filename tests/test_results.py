@@ -6,7 +6,8 @@ import json
 import pytest
 
 from layershuffle.ground.errors import DataError
-from layershuffle.ground.rows import ScoreRow, read_rows, write_rows
+from layershuffle.ground.rows import MergingRow, ScoreRow, read_rows, score_of, write_rows
+from layershuffle.study.paper.summary import estimate_rows
 from layershuffle.study.plan import read_plan
 from refusals import refuses
 
@@ -36,6 +37,25 @@ def path(tmp_path):
     path = tmp_path / "results.csv"
     write_rows(path, [row(order_seed=index) for index in range(3)])
     return path
+
+
+def test_the_fewest_images_give_the_interval():
+    """However the rows are sorted: two models, of which one was scored on few images."""
+    rows = [row(top1=60.0, n=900), row(top1=60.0, n=40, seed=1)]
+    merges = []
+    for index, count in enumerate((900, 40)):
+        merges.append(
+            MergingRow(
+                kind="merge", index=index, donors="", mode="arbitrary", order="0", n=count,
+                top1=90.0, top5=99.0, cross_entropy=1.0,
+            )
+        )  # fmt: skip
+    for score, group in ((estimate_rows, rows), (score_of, merges)):
+        first, second = score(group), score(group[::-1])
+        assert first.images == second.images
+        assert first == second
+    alone = estimate_rows(rows[1:])
+    assert estimate_rows(rows).images == alone.images
 
 
 def test_rows_are_written_and_read_back(tmp_path):

@@ -100,7 +100,6 @@ def test_another_runtime_that_knows_nothing_of_us_gets_the_same(
 
 def test_the_files_that_ship_are_those_of_the_shipped_model(shipped: Path) -> None:
     """Weights byte by byte; the graphs of another torch may differ, and not in what they give."""
-    assert facts_of(asset("digits-onnx"))["family"] == facts_of(shipped)["family"]
     for path in shipped.glob("*.weights"):
         assert path.read_bytes() == asset("digits-onnx", path.name).read_bytes()
     ours, theirs = ls.load("bundled:digits-onnx"), ls.load(str(shipped))

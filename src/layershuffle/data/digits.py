@@ -149,7 +149,7 @@ def open_source(request: SourceRequest) -> ImageData:
     """Digit pairs as ImageData: "holdout" are pairs of validation digits."""
     counts = {}
     for name, count in PAIRS.items():
-        counts[name] = request.number(name, count)
+        counts[name] = request.count(name, count)
     test = DigitPairs("test", counts["test"])
     # A digit that is hard to read is hard in all of its pairs, on the left and on the right.
     tested = limited_test(test, limit=request.options.max_test, groups=test.digits)

@@ -32,6 +32,7 @@ HOLDOUT_SEED = 0
 # 50,000 test images take 7.5 GB.
 GPU_SHARE = 0.25  # of the GPU memory that is free when the first batch arrives
 MEMORY_BYTES = 1 << 30
+_MOST_IMAGES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +121,15 @@ class SourceRequest:
     options: DataOptions
     settings: Mapping[str, str] = field(default_factory=dict)
 
-    def number(self, name: str, default: int, *, low: int = 1, high: int = 1 << 30) -> int:
-        """The setting `name` as an integer. Raises UsageError if it is none or out of range."""
+    def count(self, name: str, default: int) -> int:
+        """The setting `name` as a number of images. Raises `UsageError` if it is none."""
         text = self.settings.get(name, str(default))
         # isdecimal alone would also accept the digits of other scripts; int refuses 5,000 digits.
-        if text.isascii() and text.isdecimal() and len(text) < 12 and low <= int(text) <= high:
+        is_number = text.isascii() and text.isdecimal() and len(text) < 12
+        if is_number and 1 <= int(text) <= _MOST_IMAGES:
             return int(text)
         raise UsageError(
-            f"{name}={one_line(text, limit=20)} is not a whole number from {low} to {high}",
+            f"{name}={one_line(text, limit=20)} is not a whole number from 1 to {_MOST_IMAGES}",
             place=self.spec.partition("?")[0],
             hint=f"leave it out for {default:,}",
         )

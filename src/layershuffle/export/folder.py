@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from layershuffle.core.orders import ExecutionOrder, check_ends, order_of
 from layershuffle.core.policies import drawn_blocks
 from layershuffle.core.position import PositionedModel, backbone_of
-from layershuffle.core.stack import blocks_of, depth_of, fixed_of, running, stack_of
+from layershuffle.core.stack import blocks_of, depth_of, fixed_of, running
 from layershuffle.core.tensors import logits_of, map_tensors, tensors_of
 from layershuffle.export.graphs import (
     OPSET,
@@ -345,11 +345,6 @@ def _facts(model: nn.Module, spec: str, *, precision: BlockPrecision) -> dict[st
     """What the manifest says of the model itself."""
     record = origin_of(model).record
     settings = record.get("settings") or {}
-    provenance = record.get("provenance") or {}
-    trained = {"method": record.get("method"), "data": settings.get("data")}
-    # Blocks of one family may stand in for each other: refined from one base, on the same data.
-    base = provenance.get("base_sha256") or weights_digest(stack_of(model))
-    family = [base, provenance.get("blocks_of_base"), trained]
     names = class_names_of(model)
     return {
         "schema": MANIFEST_SCHEMA,
@@ -360,9 +355,8 @@ def _facts(model: nn.Module, spec: str, *, precision: BlockPrecision) -> dict[st
         "classes": num_classes_of(model),
         "class_names": None if names is None else list(names),
         "image_view": asdict(image_view(model)),
-        "trained": trained,
+        "trained": {"method": record.get("method"), "data": settings.get("data")},
         "weights": weights_digest(model),
-        "family": hashlib.sha256(json.dumps(family).encode()).hexdigest(),
         "versions": {
             **versions(),
             "onnx": version("onnx"),

@@ -160,10 +160,11 @@ def score_of(rows: Sequence[MergingRow], metric: str = "top1") -> Estimate:
     `metric`: top1 or top5 in percent, or cross_entropy in nats. An interval over images has top1
     alone, for which its rows say as how many independent ones the images count.
     """
-    first = rows[0]
+    # The fewest images give the widest interval.
+    fewest = min(row.top1_n or row.n for row in rows)
     return estimate(
         by_model(rows, metric),
-        images=(first.top1_n or first.n) if metric == "top1" else None,
+        images=fewest if metric == "top1" else None,
         percent=metric != "cross_entropy",
     )
 

@@ -59,12 +59,6 @@ class Trained(_FromManifest):
     data: str | None
 
 
-class Speed(_FromManifest):
-    """Milliseconds of a block for one image, on one thread of the machine of the export."""
-
-    block_ms: float
-
-
 class ExportManifest(_FromManifest):
     """The part of manifest.json that running the files needs.
 
@@ -74,14 +68,12 @@ class ExportManifest(_FromManifest):
     """
 
     schema_: Literal[2] = Field(alias="schema")
-    family: str
     weights: str
     classes: int
     class_names: tuple[str, ...] | None
     image_view: ImageView
     trained: Trained
     state: StateForm
-    speed: Speed
     fixed: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (0, 0)
     blocks: tuple[StoredBlock, ...]
     files: dict[_FileName, StoredFile]

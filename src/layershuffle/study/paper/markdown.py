@@ -9,22 +9,15 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from layershuffle.ground.plotting import html_page
-from layershuffle.ground.text import markdown_table
+from layershuffle.ground.text import markdown_table, printable
 
 _KINDS = {".png": "png", ".svg": "svg+xml"}
 
 
-def printable(text: str) -> str:
-    """`text` on one line without control characters (they could drive the reader's terminal)."""
-    letters = []
-    for letter in " ".join(text.split()):
-        letters.append(letter if letter.isprintable() else "?")
-    return "".join(letters)
-
-
 def literal(text: str) -> str:
     """`text` as literal text inside a Markdown table or paragraph."""
-    safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = " ".join(text.split())
+    safe = printable(line).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     # "$" and "~" too, which GitHub interprets as mathematics and deleted text.
     return re.sub(r"([\\`*_\[\]|$~!#])", r"\\\1", safe)
 

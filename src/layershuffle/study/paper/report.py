@@ -19,9 +19,9 @@ from layershuffle.analysis.results import numbers_of
 from layershuffle.ground.files import write_bytes, write_text
 from layershuffle.ground.plotting import figure_bytes
 from layershuffle.ground.stats import compare, mean
-from layershuffle.ground.text import clock
+from layershuffle.ground.text import clock, printable
 from layershuffle.study.paper.figures import draw_bars
-from layershuffle.study.paper.markdown import grid, html_text, literal, picture, printable, section
+from layershuffle.study.paper.markdown import grid, html_text, literal, picture, section
 from layershuffle.study.paper.summary import Summary, label, summarise
 from layershuffle.study.paper.tables import (
     NONE,
@@ -174,7 +174,7 @@ def unfinished_lines(study: Study) -> list[str]:
     waiting = []
     for name, failure in study.unfinished.items():
         if failure:
-            failed.append(f"{name} failed: {failure}")
+            failed.append(f"{name} failed: {' '.join(failure.split())}")
         else:
             waiting.append(f"{name} not done yet")
     return failed + waiting
@@ -261,7 +261,8 @@ def _facts_section(study: Study) -> str:
             "order, with the order itself."
         ),
         "A row with an order can be computed again: `layershuffle eval runs/ARM-seedSEED/fit "
-        "--data DATA --order ORDER`, with --max-images as in the recipe.",
+        "--data DATA --order ORDER`, with --max-images, --precision and --batch-size as in the "
+        "recipe.",
         *map(literal, unique(notes)),
         settings_table(study),
     )

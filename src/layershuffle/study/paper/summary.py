@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from layershuffle.ground.rows import CHOICES, DRAWS, MODES, ScoreRow
 from layershuffle.ground.stats import Estimate, estimate, mean
-from layershuffle.study.paper.markdown import printable
+from layershuffle.ground.text import printable
 from layershuffle.study.paper.numbers import PaperNumber, paper_number
 from layershuffle.study.store import Study
 
@@ -205,4 +205,4 @@ def estimate_rows(rows: Sequence[ScoreRow]) -> Estimate:
     for row in rows:
         scores.setdefault(row.seed, []).append(row.top1)
     # The fewest images give the widest interval.
-    return estimate(scores, images=rows[0].top1_n or min(row.n for row in rows))
+    return estimate(scores, images=min(row.top1_n or row.n for row in rows))

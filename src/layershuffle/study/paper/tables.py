@@ -18,13 +18,13 @@ from layershuffle.ground.rows import (
     score_of,
 )
 from layershuffle.ground.stats import Estimate, compare, mean
-from layershuffle.ground.text import markdown_table, table
+from layershuffle.ground.text import markdown_table, printable, table
 from layershuffle.study.paper.figures import (
     arms_drawn,
     draw_figure_1,
     draw_figure_5,
 )
-from layershuffle.study.paper.markdown import grid, literal, printable, section
+from layershuffle.study.paper.markdown import grid, literal, section
 from layershuffle.study.paper.numbers import MERGES, REFERENCE, SETTING
 from layershuffle.study.paper.summary import ScoreCell, Summary, label
 from layershuffle.study.store import Study
