@@ -34,8 +34,9 @@ from layershuffle.ground.text import unheard
 from layershuffle.merging.group import MergeGroup
 from layershuffle.models import class_names_of, image_view
 from layershuffle.models.files import weights_digest
-from layershuffle.models.manifest import MANIFEST
+from layershuffle.models.manifest import CALIBRATION, MANIFEST
 from layershuffle.models.onnx_models import OnnxGraph
+from layershuffle.models.origin import training_settings
 from layershuffle_host.blocks import Block
 from refusals import refuses
 
@@ -72,7 +73,11 @@ def test_the_manifest_says_what_is_there(shipped: Path) -> None:
     assert (facts["precision"], facts["depth"], facts["classes"]) == ("fp32", 12, 100)
     assert facts["opset"] == onnx.load(shipped / "stem.onnx").opset_import[0].version == 20
     assert facts["class_names"] == list(class_names_of(ls.load(SHIPPED)) or ())
-    assert facts["trained"] == {"method": "anyorder", "data": "digit-pairs"}
+    assert facts["trained"] == {
+        "method": "anyorder", "data": "digit-pairs", "holdout": 0.05, "paper_protocol": False,
+    }  # fmt: skip
+    held_out = training_settings(ls.load(SHIPPED))["holdout"]
+    assert training_settings(ls.load(str(shipped)))["holdout"] == held_out
     assert facts["fixed"] == [1, 1]
     assert {"torch", "onnxruntime", "layershuffle"} <= facts["versions"].keys()
     assert max(block["parity"] for block in facts["blocks"]) <= 1e-5
@@ -368,6 +373,25 @@ def test_a_swarm_exports_a_model_again_when_its_files_change(
         (model / "best").write_text(content)
         places.append(served_directory(spec.format(model)))
     assert places[0] == places[1] != places[2]
+
+
+def test_a_calibration_stays_where_the_same_model_is_exported_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To measure it takes an hour; that of another model is not deleted."""
+    out = tmp_path / "files"
+    model = FAMILIES["timm-vit"].wrapped()
+    exported(model, out, monkeypatch)
+    measured = json.dumps({"weights": weights_digest(model), "rows": []})
+    (out / CALIBRATION).write_text(measured)
+    exported(model, out, monkeypatch)
+    assert (out / CALIBRATION).read_text() == measured
+    for other in ('{"weights": "of another"}', "[]", ""):
+        (out / CALIBRATION).write_text(other)
+        (out / MANIFEST).write_text(json.dumps({"files": {}}))
+        with refuses(UsageError):
+            exported(model, out, monkeypatch)
+        assert (out / CALIBRATION).read_text() == other
 
 
 def test_files_can_only_be_run(shipped: Path, tmp_path: Path) -> None:

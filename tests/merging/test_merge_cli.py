@@ -19,6 +19,7 @@ from common import DIGITS_VIT, redraw
 from layershuffle.cli import main
 from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.policies import Shuffled, policy_to_json
+from layershuffle.core.stack import stack_of
 from layershuffle.data import DataOptions, open_data
 from layershuffle.data.splits import DeviceBatches
 from layershuffle.ground.errors import DataError, SettingsError, UsageError
@@ -27,9 +28,11 @@ from layershuffle.ground.stats import wilson_interval
 from layershuffle.merging.ensembles import combined
 from layershuffle.merging.plans import MergePlan, orders_seed, sample_plans
 from layershuffle.merging.recipe import merge_recipe, read_merge_recipe
-from layershuffle.merging.scoring import score_ensemble, score_merging
+from layershuffle.merging.scoring import load_donors, load_group, score_ensemble, score_merging
 from layershuffle.merging.settings import EnsembleSettings, MergingSettings
-from layershuffle.models import image_view
+from layershuffle.models import file_view, image_view
+from layershuffle.models.files import weights_digest
+from layershuffle.models.origin import training_settings
 from refusals import refuses
 
 DATA = "digit-pairs?train=40&validation=30&test=50"
@@ -106,6 +109,46 @@ def test_base_ends_and_the_directory_of_a_fit(capsys, work, made):
     assert torch.equal(merged.head.weight, ls.load("runs/b").head.weight)
     content = (work / "runs" / "c" / "model" / "model.safetensors").read_bytes()
     assert hashlib.sha256(content).hexdigest() in (work / "merged" / "README.md").read_text()
+
+
+def test_the_base_of_ends_is_that_of_the_donors(work, made):
+    """Another one, as that of another seed, was taken, and the record named the first."""
+    digest = weights_digest(stack_of(ls.load(str(made / "base"))))
+    for name in ("a", "b"):
+        path = work / "runs" / name / "layershuffle.json"
+        record = json.loads(path.read_text())
+        record["provenance"]["base_sha256"] = digest
+        path.write_text(json.dumps(record))
+    donors = ["runs/a", "runs/b"]
+    assert load_group(donors, base=None, needs_base=True).depth == 3
+    ls.save(redraw(ls.load(SPEC), seed=9), work / "other")
+    with refuses(UsageError, "other"):
+        load_group(donors, base="other", needs_base=True)
+    assert load_group(donors, base="other", needs_base=False).depth == 3
+
+
+def test_one_model_under_two_names_is_refused(work):
+    """It would count twice in every average."""
+    for name in ("runs/a", "runs/a/", "./runs/a", "dir:runs/a"):
+        with refuses(UsageError):
+            load_donors(["runs/a", "runs/b", name])
+    assert len(load_donors(["runs/a", "runs/b"])) == 2
+
+
+def test_merges_and_soups_know_how_their_donors_were_trained(work):
+    """How they read images, and which of them no donor has trained on."""
+    for name, holdout in (("a", 0.1), ("b", 0.02)):
+        path = work / "runs" / name / "layershuffle.json"
+        record = json.loads(path.read_text())
+        record["settings"] |= {"data": DATA, "holdout": holdout, "paper_protocol": False}
+        path.write_text(json.dumps(record))
+    donors = load_donors(["runs/a", "runs/b"])
+    wanted = {"data": DATA, "holdout": 0.02, "paper_protocol": False}
+    for model in (ls.uniform_soup(donors), ls.merge(donors, MergePlan((0, 1, 0)))):
+        ls.save(model, work / "made")
+        assert training_settings(ls.load("made")) == wanted
+        assert file_view(ls.load("made")) == file_view(donors[0])
+    assert file_view(donors[0]).resize == "squash"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,13 @@ from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.images.view import resized_as
 from layershuffle.merging.ensembles import evaluate_ensemble
 from layershuffle.merging.soups import greedy_soup, uniform_soup
-from layershuffle.models import image_view, replace_head, set_class_names, set_image_view
+from layershuffle.models import (
+    image_view,
+    replace_head,
+    set_class_names,
+    set_image_view,
+    truncate,
+)
 from layershuffle.models.files import weights_digest
 from refusals import refuses
 
@@ -117,13 +123,23 @@ def test_one_sequential_order_and_the_members_stay_as_they_were():
     assert alone.cross_entropy == pytest.approx(wanted.cross_entropy, rel=1e-5)
 
 
+def test_members_of_other_depths_have_no_order_in_common():
+    donors = donors_of("timm-vit", count=2)
+    shorter = truncate(donors_of("timm-vit", count=1)[0], "0,1,2")
+    with refuses(UsageError):
+        evaluate_ensemble([donors[0], shorter], BATCHES, orders="same")
+    (score,) = evaluate_ensemble([donors[0], shorter], BATCHES, num_orders=1, orders="independent")
+    assert [len(order) for order in score.member_orders] == [DEPTH, 3]
+
+
 def test_nothing_to_score():
     features = [donor for donor in donors_of("timm-vit", count=2) if not donor.reset_classifier(0)]
     with refuses(UsageError):
         evaluate_ensemble(features, BATCHES)
     donors = donors_of("timm-vit", count=2)
-    with refuses(DataError):
-        evaluate_ensemble(donors, [])
+    for draw in ("pass", "batch"):
+        with refuses(DataError):
+            evaluate_ensemble(donors, [], draw=draw)
     with refuses(UsageError):
         evaluate_ensemble(donors, BATCHES, mode="sequential,arbitrary")
 

@@ -211,9 +211,11 @@ def open_subject(
 
 
 def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: bool) -> ImageData:
+    run = training_settings(backbone_of(model))
+    share = run.get("holdout", DataOptions.holdout)
     options = DataOptions(
         train=train,
-        holdout=training_settings(backbone_of(model)).get("holdout", DataOptions.holdout),
+        holdout=None if run.get("paper_protocol") else share,
         max_test=settings.max_images,
         skip_corrupt=settings.skip_corrupt,
     )

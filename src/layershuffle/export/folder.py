@@ -84,7 +84,8 @@ def export_model(
 
         export_model("bundled:digits-swarm", Path("digits"))
     """
-    model = _opened(spec, out)
+    model = _opened(spec, out, ours=[CALIBRATION])
+    calibration = _calibration_of(model, spec, out)
     if precision == "int8" and data is None:
         raise UsageError(
             "int8 is only taken if it is measured: some models lose everything by it",
@@ -128,9 +129,8 @@ def export_model(
             facts["fixed"] = list(fixed)
         _write_manifest(stage, facts)
         facts["parity"] = {"logits": _compared(model, stage, images, precision=precision)}
-        directory = own_directory(spec)
-        if directory is not None and (calibration := directory / CALIBRATION).is_file():
-            write_bytes(stage / CALIBRATION, calibration.read_bytes())
+        if calibration is not None:
+            write_bytes(stage / CALIBRATION, calibration)
         if data is not None:
             facts["accuracy"] = _accuracy(
                 spec, stage, data=data, precision=precision, progress=progress
@@ -162,9 +162,35 @@ def export_whole(spec: str, out: Path, *, order: str | None = None) -> dict[str,
         return _write_manifest(stage, {**facts, "parity": {"logits": error}})
 
 
-def _opened(spec: str, out: Path) -> nn.Module:
+def _calibration_of(model: nn.Module, spec: str, out: Path) -> bytes | None:
+    """The calibration for the export of `model`: that beside it, or else one that was measured on
+    an export of these weights in `out`.
+
+    Raises `UsageError` for one in `out` of other weights, which would be lost.
+    """
+    directory = own_directory(spec)
+    if directory is not None and (directory / CALIBRATION).is_file():
+        return (directory / CALIBRATION).read_bytes()
+    path = out / CALIBRATION
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    try:
+        is_of_model = json.loads(content)["weights"] == weights_digest(model)
+    except (ValueError, KeyError, TypeError):
+        is_of_model = False
+    if not is_of_model:
+        raise UsageError(
+            "Writing here would delete a calibration of another model",
+            place=path,
+            hint="name another place, or delete it",
+        )
+    return content
+
+
+def _opened(spec: str, out: Path, *, ours: Sequence[str] = ()) -> nn.Module:
     require("export")
-    refuse_others(out, ours=[CALIBRATION, *listed_files(out / MANIFEST)], kind="exported model")
+    refuse_others(out, ours=[*ours, *listed_files(out / MANIFEST)], kind="exported model")
     model = load(spec)
     if isinstance(blocks_of(model)[0], OnnxGraph):
         raise UsageError(
@@ -355,7 +381,12 @@ def _facts(model: nn.Module, spec: str, *, precision: BlockPrecision) -> dict[st
         "classes": num_classes_of(model),
         "class_names": None if names is None else list(names),
         "image_view": asdict(image_view(model)),
-        "trained": {"method": record.get("method"), "data": settings.get("data")},
+        "trained": {
+            "method": record.get("method"),
+            "data": settings.get("data"),
+            "holdout": settings.get("holdout"),
+            "paper_protocol": settings.get("paper_protocol", False),
+        },
         "weights": weights_digest(model),
         "versions": {
             **versions(),

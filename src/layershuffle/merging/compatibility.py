@@ -23,7 +23,7 @@ from layershuffle.ground.errors import UsageError
 from layershuffle.models.files import check_finite
 from layershuffle.models.libraries import class_names_of, image_view, library_of, num_classes_of
 from layershuffle.models.onnx_models import ExportedModel
-from layershuffle.models.origin import origin_of, settings_of
+from layershuffle.models.origin import origin_of, settings_of, training_settings
 from layershuffle.models.position_files import forms_of
 
 _CLASSES = "names of the classes"
@@ -112,13 +112,18 @@ def _check_agree(
 
 
 def shared_record(donors: Sequence[nn.Module]) -> dict[str, Any]:
-    """The entries of the donors' records (method, policy, base, data) that all of them share."""
+    """The entries of the donors' records (method, policy, base, data) that all of them share.
+
+    With the settings that say how images are prepared, and which none of the donors was trained on.
+    """
     records: list[Mapping[str, Any]] = []
     provenances: list[Mapping[str, Any]] = []
+    trainings: list[Mapping[str, Any]] = []
     for donor in donors:
         record = origin_of(backbone_of(donor)).record
         records.append(record)
         provenances.append(record.get("provenance") or {})
+        trainings.append(training_settings(backbone_of(donor)))
 
     def shared(mappings: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
         entries: dict[str, Any] = {}
@@ -128,8 +133,16 @@ def shared_record(donors: Sequence[nn.Module]) -> dict[str, Any]:
                 entries[key] = value
         return entries
 
-    provenance = shared(provenances, ("base", "base_sha256", "blocks_of_base", "data"))
-    return {**shared(records, ("method", "policy")), "provenance": provenance}
+    entries = shared(records, ("method", "policy"))
+    settings = shared(trainings, ("data", "resize"))
+    if all("holdout" in training for training in trainings):
+        # Held-out parts of the same data contain each other.
+        settings["holdout"] = min(training["holdout"] for training in trainings)
+        settings["paper_protocol"] = any(each.get("paper_protocol") for each in trainings)
+    if settings:
+        entries["settings"] = settings
+    entries["provenance"] = shared(provenances, ("base", "base_sha256", "blocks_of_base", "data"))
+    return entries
 
 
 def _answers(donor: nn.Module) -> dict[str, Any]:

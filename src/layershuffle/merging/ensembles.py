@@ -109,10 +109,11 @@ def evaluate_ensembles(
     for depth, fixed in zip(depths, ends, strict=True):
         drawn = drawn or mode.is_drawn(depth, fixed=fixed)
     same = any(kind == "same" for _, kind in variants)
-    if same and drawn and len(set(ends)) > 1:
+    if same and drawn and len({*zip(depths, ends, strict=True)}) > 1:
+        shapes = [f"{depth} with ends {fixed}" for depth, fixed in zip(depths, ends, strict=True)]
         raise UsageError(
-            "The members cannot run in the same orders: other blocks keep their place in each "
-            f"({', '.join(map(str, ends))})",
+            "The members cannot run in the same orders: their numbers of blocks, or those that "
+            f"keep their place, differ ({', '.join(shapes)})",
             hint="let each draw its own: orders='independent', --ensemble-orders independent",
         )
     draws = num_orders if drawn else 1
@@ -140,6 +141,7 @@ def evaluate_ensembles(
     for donor in donors:
         check_classifier(donor)
         forget(stack_of(donor))
+    number = -1
     with in_eval(*donors), torch.no_grad():
         for number, batch in enumerate(batches):
             orders = [member_orders(kind, index, number) for kind, index in passes]

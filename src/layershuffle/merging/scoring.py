@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -19,6 +20,7 @@ from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.evaluation import Draw, Score, evaluate
 from layershuffle.core.policies import Mode, OrderMode
 from layershuffle.core.position import backbone_of
+from layershuffle.core.stack import stack_of
 from layershuffle.data import DataOptions, ImageData
 from layershuffle.data.splits import DeviceBatches
 from layershuffle.ground.errors import DataError, UsageError
@@ -37,7 +39,9 @@ from layershuffle.merging.settings import (
 )
 from layershuffle.merging.soups import greedy_soup, uniform_soup
 from layershuffle.models import load
+from layershuffle.models.files import weights_digest
 from layershuffle.models.origin import training_settings
+from layershuffle.models.spec import own_directory
 from layershuffle.scoring.evaluate_spec import (
     batches_of,
     block_compiler,
@@ -333,18 +337,34 @@ def load_group(
 ) -> MergeGroup:
     """The group of the models with these specs; `base` defaults to the one in their records.
 
-    Raises `UsageError` for donors that cannot be merged or are named twice.
+    Raises `UsageError` for donors that cannot be merged or are named twice, and for a base from
+    which they were not refined.
     """
     models = load_donors(donors)
-    base = base or shared_record(models)["provenance"].get("base")
+    provenance = shared_record(models)["provenance"]
+    base = base or provenance.get("base")
     loaded = load(base) if needs_base and base else None
+    known = provenance.get("base_sha256")
+    if loaded is not None and known is not None and weights_digest(stack_of(loaded)) != known:
+        raise UsageError(
+            "This is not the base from which the models were refined: its blocks have other "
+            "weights",
+            place=base,
+            hint="name that base, or choose other ends; with ?pretrained=false every --seed makes "
+            "another base",
+        )
     return MergeGroup(models, names=names or donors, base=loaded)
 
 
 def load_donors(specs: Sequence[str]) -> list[nn.Module]:
     """The models with these specs. Raises `UsageError` if one is named twice."""
     # It would count twice in every average, which the rows would not show.
+    named: dict[str | Path, str] = {}
     for spec in specs:
-        if specs.count(spec) > 1:
-            raise UsageError(f"{spec} is named twice", hint="name each model once")
+        directory = own_directory(spec)
+        model = spec if directory is None else directory.resolve()
+        if model in named:
+            cause = f"{named[model]} and {spec} are one model, which would count twice"
+            raise UsageError(cause, hint="name each model once")
+        named[model] = spec
     return list(map(load, specs))

@@ -53,10 +53,20 @@ class StateForm(_FromManifest):
 
 
 class Trained(_FromManifest):
-    """How the model was trained, `None` where its files do not say."""
+    """How the model was trained, `None` where its files do not say.
+
+    `holdout`: the share of its training images that were held out. `paper_protocol`: none were.
+    """
 
     method: str | None
     data: str | None
+    holdout: float | None = None
+    paper_protocol: bool = False
+
+    @property
+    def settings(self) -> dict[str, str | float]:
+        """The settings of its run, as far as they are known."""
+        return self.model_dump(exclude={"method"}, exclude_none=True)
 
 
 class ExportManifest(_FromManifest):

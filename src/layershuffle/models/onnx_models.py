@@ -143,7 +143,7 @@ def read(directory: Path, *, seed: int) -> nn.Module:
     origin = Origin(
         view=manifest.image_view,
         class_names=manifest.class_names,
-        record={"method": trained.method, "settings": {"data": trained.data}},
+        record={"method": trained.method, "settings": trained.settings},
     )
     return remember(model, origin)
 

@@ -252,8 +252,11 @@ def _sureness(
     It is fitted on at most `images` held-out images and scored on those of `tested`, in these
     orders. `calibration` has the rest, and says how often blocks run where others are missing.
     """
-    share = training_settings(backbone_of(backbone)).get(_HELD_OUT, DataOptions.holdout)
+    run = training_settings(backbone_of(backbone))
+    share = run.get(_HELD_OUT, DataOptions.holdout)
     try:
+        if run.get("paper_protocol"):
+            raise DataError("the model was trained on all training images (paper_protocol)")
         fitted = _opened(backbone, tested.spec, DataOptions(holdout=share))
     except DataError as error:
         _log.warning("How sure answers are is not known, so requests run all blocks: %s", error)
