@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 import layershuffle as ls
 from common import CLASSES, DEPTH, FAMILIES, PATCH, SIZE, WIDTH, Family, assert_close, images
+from layershuffle.core.stack import fixed_of
 from layershuffle.core.tensors import state_of
+from layershuffle.core.tying import share_weights
+from refusals import refuses
 
 
 def states_added(model: nn.Module) -> list[Tensor]:
@@ -104,8 +107,19 @@ def test_blocks_without_such_layers_are_refused_and_stay() -> None:
         ls.Method("anyorder").prepare(model, images())
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
-    with pytest.raises(ls.UsageError, match="needs images"):
+    with refuses(ls.UsageError):
         ls.Method("anyorder").loss(model, images(), torch.zeros(2, dtype=torch.long), step=0)
+
+
+def test_a_model_that_is_refused_is_neither_tied_nor_given_ends() -> None:
+    """Who tries again without `distinct` would else train tied blocks."""
+    torch.manual_seed(0)
+    model = FAMILIES["timm-vit"].plain()
+    model.blocks = nn.Sequential(*(PostNorm() for _ in range(DEPTH)))
+    with refuses(ls.StackError):
+        ls.Method("anyorder", distinct=1).prepare(model, images())
+    assert not share_weights(ls.blocks_of(model))
+    assert fixed_of(model) == (0, 0)
 
 
 class Called(nn.Module):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -481,14 +481,20 @@ def test_mode_texts(text: str, policy: OrderPolicy, *, drawn: bool) -> None:
 def test_a_mode_has_as_many_scores_as_it_has_orders(
     fixed: tuple[int, int], drawn: int, order: Any, choose: Any
 ) -> None:
-    """Against all that 60 draws give: every kept count, and all blocks in their order are one."""
+    """Against all that 60 draws give: every kept count, all blocks in their order are one, and
+    blocks of a round have no order."""
     depth = drawn + sum(fixed)
-    for kept in (None, *range(max(1, sum(fixed)), depth + 1)):
-        mode = Mode(order=order, kept=kept, choose=choose if kept else "random")
+    counts = (None, *range(max(1, sum(fixed)), depth + 1))
+    for kept, parallel in product(counts, (1, 2, 3)):
+        mode = Mode(order=order, kept=kept, choose=choose if kept else "random", parallel=parallel)
         policy = mode.policy(fixed=fixed)
-        orders = {policy.draw(depth, seed=0, step=step) for step in range(60)}
-        assert mode.is_drawn(depth, fixed=fixed) is (len(orders) > 1)
-        assert mode.draws(7, depth=depth, fixed=fixed) == (7 if len(orders) > 1 else 1)
+        rounds = set()
+        for step in range(60):
+            drawn_order = policy.draw(depth, seed=0, step=step)
+            assert drawn_order.rounds is not None
+            rounds.add(tuple(map(frozenset, drawn_order.rounds)))
+        assert mode.is_drawn(depth, fixed=fixed) is (len(rounds) > 1)
+        assert mode.draws(7, depth=depth, fixed=fixed) == (7 if len(rounds) > 1 else 1)
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,12 @@ from layershuffle.core.draws import Stream
 from layershuffle.data.digits import LEVELS, PAIRS, DigitPairs
 
 GOAL = 90.0  # percent, the mean of the judged seeds
+RECORD, FEWEST = "anyorder", 750  # the last row of the table, and its steps
 MOST_CHANCE = 0.01  # of so large a lead over the record before, if the two were equal
 SEEDS = (0, 1, 2)
 BATCH = 64
 WARMUP = 50  # steps
-ORDERS = 20  # drawn for a score; all models are scored along the same ones
+ORDERS = 20  # drawn for a score, by one seed
 AT_ONCE = 500  # images of a forward that learns nothing
 
 
@@ -141,7 +142,8 @@ def main() -> None:
     before = tops(asked.against, steps=asked.steps, seeds=SEEDS, split="test")
     p = ttest_ind(ours, before, equal_var=False, alternative="greater").pvalue
     print(f"{mean(ours) - mean(before):+.2f} points, p = {p:.2g} (Welch, one-sided)")
-    print("a record" if mean(ours) >= GOAL and p < MOST_CHANCE else "no record")
+    is_shorter = asked.against == RECORD and asked.steps < FEWEST
+    print("a record" if is_shorter and mean(ours) >= GOAL and p < MOST_CHANCE else "no record")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from common import (
     images,
     redraw,
 )
-from layershuffle.core.position_forms import AUTHORS_PREDICTION
 from layershuffle.ground.errors import ModelFileError, UsageError
 from layershuffle.images.view import resized_as
 from layershuffle.models import (
@@ -252,7 +251,7 @@ def test_the_authors_position_parts_are_converted(
         for ours, their in zip(guesses, theirs, strict=True):
             assert_close(ours, their, tolerance=1e-5)
     if model.prediction is not None:
-        assert model.prediction.form == AUTHORS_PREDICTION
+        assert model.prediction.form == ls.PredictionForm()
     ls.save(model, tmp_path / "ours")
     assert_same_model(ls.load(str(tmp_path / "ours")), model)
 

@@ -230,6 +230,19 @@ def test_weight_decay_shrinks_matrices_alone(tmp_path):
     assert_same_weights(weights(tmp_path / "decayed"), expected, tolerance=1e-7)
 
 
+def test_frozen_blocks_are_not_scaled(tmp_path):
+    """They could not grow again, and ran at a tenth for ever."""
+    run = {"method": "anyorder", "steps": 1, "freeze": ["blocks.1"]}
+    fit(settings(**run), tmp_path / "run")
+    begun, trained = ls.load(MODEL, seed=5).state_dict(), weights(tmp_path / "run")
+    for place, share in ((0, 1.0), (1, 1.0), (2, 0.1), (3, 1.0)):
+        name = f"blocks.{place}.mlp.fc2.weight"
+        ratio = float(trained[name].abs().sum() / begun[name].abs().sum())
+        assert ratio == pytest.approx(share, abs=0.03)
+        if place == 1:
+            assert torch.equal(trained[name], begun[name])
+
+
 def test_a_loss_that_is_not_finite(tmp_path):
     out = tmp_path / "run"
     with refuses(TrainingError):

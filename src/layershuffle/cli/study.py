@@ -120,7 +120,7 @@ def _read_study(recipe: Path, *, data: str | None) -> StudySettings:
         return study
     except SettingsError as error:
         raise SettingsError(
-            error.cause, place=recipe, hint=f"{asset('recipes', 'digits-quick.yaml')} is an example"
+            error.cause, place=recipe, hint=f"{asset('recipes', 'digits-paper.yaml')} is an example"
         ) from None
 
 

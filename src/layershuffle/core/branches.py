@@ -7,6 +7,7 @@ order. Networks without normalisation are started like that (SkipInit, arXiv 200
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,27 +22,35 @@ from layershuffle.ground.errors import StackError
 
 
 @torch.no_grad()
-def scale_branches(model: nn.Module, images: Tensor, *, factor: float) -> None:
+def last_layers(model: nn.Module, images: Tensor, *, block: int) -> list[str]:
+    """The names in this block of the layers that say how much it adds to the state.
+
+    A pre-norm block adds what the last layers of its attention and of its MLP return.
+
+    The first of `images` `[n, channels, height, width]` runs once, to see what the block is called
+    with; its values do not matter. Raises `StackError` if what the block adds is not proportional
+    to the weights of such layers.
+    """
+    module = blocks_of(model)[block]
+    args, kwargs = _call_of(module, model, images)
+    return _last_layers(module, args, kwargs)
+
+
+@torch.no_grad()
+def scale_branches(model: nn.Module, names: Iterable[str], *, factor: float) -> None:
     """Multiply what the drawn blocks of a wrapped model add to the state by `factor`, in place.
 
-    A pre-norm block adds what the last layers of its attention and of its MLP return, so their
-    weights and biases are multiplied.
-
-    The first of `images` `[n, channels, height, width]` runs once, to see what a block is called
-    with; its values do not matter. Raises `StackError`, and leaves the weights as they are, if what
-    a block adds is not proportional to such layers.
+    The weights and biases of the layers `names` (`last_layers`) of every drawn block are
+    multiplied, but for those that are frozen: they could not grow again.
     """
-    drawn = drawn_blocks(depth_of(model), fixed_of(model))
-    blocks = [blocks_of(model)[place] for place in drawn]
-    args, kwargs = _call_of(blocks[0], model, images)
-    names = _last_layers(blocks[0], args, kwargs)
     weights: dict[int, nn.Parameter] = {}  # blocks that are tied share theirs
-    for block in blocks:
+    for place in drawn_blocks(depth_of(model), fixed_of(model)):
         for name in names:
-            layer = block.get_submodule(name)
+            layer = blocks_of(model)[place].get_submodule(name)
             weights |= {id(weight): weight for weight in layer.parameters(recurse=False)}
     for weight in weights.values():
-        weight.mul_(factor)
+        if weight.requires_grad:
+            weight.mul_(factor)
 
 
 def _call_of(

@@ -243,8 +243,9 @@ class Method:
 
         It is wrapped and tied (in place), gets position parts, and knows the ends of the method,
         which its scores then keep in their place. What its drawn blocks add to the state is
-        multiplied by `branch_scale`, unless the model was prepared for drawn orders before: one
-        that is trained again keeps its weights, also as a copy and from a file. So weights of a
+        multiplied by `branch_scale`, unless it is frozen (`requires_grad`) or the model was
+        prepared for drawn orders before: one that is trained again keeps its weights, also as a
+        copy and from a file. So weights of a
         trained model are loaded into one that is prepared, and not before that. Position parts are
         modules around the model, so the result may be another module: give its parameters to the
         optimiser.
@@ -254,7 +255,7 @@ class Method:
         missing, or if the model has another number of blocks than the method keeps, and
         `StackError` for blocks of which no layers say how much they add.
         """
-        from layershuffle.core.branches import scale_branches
+        from layershuffle.core.branches import last_layers, scale_branches
         from layershuffle.core.checks.parts import check_position_parts, not_begun
         from layershuffle.core.losses import positioned_in
         from layershuffle.core.position import add_position
@@ -267,14 +268,17 @@ class Method:
         if self.blocks is not None and depth != self.kept:
             chosen = self.blocks.draw(depth, seed=self.seed, step=0)
             raise other_depth(depth, self.kept, chosen=chosen)
-        _ = drawn_blocks(depth, self.fixed)  # raises where no block is left
-        if begins and images is None:
-            raise not_begun(self.name, self.branch_scale)
+        drawn = drawn_blocks(depth, self.fixed)  # raises where no block is left
+        scaled: list[str] = []
+        if begins:
+            if images is None:
+                raise not_begun(self.name, self.branch_scale)
+            # Before anything is changed, because it may raise.
+            scaled = last_layers(model, images, block=drawn.start)
         stack.fixed = self.fixed
         if self.distinct is not None:
             tie(model, distinct=self.distinct)
-        if begins and images is not None:
-            scale_branches(model, images, factor=self.branch_scale)
+        scale_branches(model, scaled, factor=self.branch_scale)
         stack.shuffled = self.selects_by == "arbitrary"
         positioned = positioned_in(model)
         if positioned is not None:

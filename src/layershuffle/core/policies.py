@@ -368,7 +368,8 @@ class Mode:
         kept = inner if self.kept is None else max(0, self.kept - sum(fixed))
         # "spaced", "first" and "last" name their blocks, and there is one set of all blocks.
         subsets = comb(inner, kept) if self.choose == "random" else 1
-        return subsets > 1 or (self.order == "arbitrary" and kept > 1)
+        # Blocks that all run side by side have one order.
+        return subsets > 1 or (self.order == "arbitrary" and kept > self.parallel)
 
     def draws(self, num_orders: int, *, depth: int, fixed: tuple[int, int] = (0, 0)) -> int:
         """How many scores the mode gets: `num_orders`, or one if it has a single order."""

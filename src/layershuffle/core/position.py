@@ -28,6 +28,7 @@ from layershuffle.core.checks.position import (
 )
 from layershuffle.core.hooks import Step, begins_forward
 from layershuffle.core.position_forms import EncodingForm, PredictionForm
+from layershuffle.core.runs import holders
 from layershuffle.core.stack import depth_of, stack_of, with_hooks, wrap
 from layershuffle.core.tensors import to_device
 
@@ -132,11 +133,22 @@ class Guesses:
             self.items.append(PositionGuess(step, logits.float()))
 
     def loss(self) -> Tensor:
-        """Cross-entropy of the true positions: mean over samples, sum or mean over positions.
+        """The prediction loss of section 3.4 for one forward: a scalar, weight included.
 
-        Raises `UsageError` if no forward was run.
+        It is the cross-entropy of the true positions, the mean over samples of the sum (or mean)
+        over the positions of the sample, so that with an order per sample, of any length, every
+        sample counts as if it had run alone. Raises `UsageError` if no forward was run.
         """
-        return position_loss(self.items, self.prediction.form)
+        check_guessed(self.items)
+        form = self.prediction.form
+        # The number of positions of each sample, which may differ with an order per sample.
+        runs: Counter[int] = Counter()
+        for guess in self.items:
+            runs.update(_samples(guess))
+        losses: list[Tensor] = []
+        for guess in self.items:
+            losses.append((_losses(guess) * _share(guess, runs, form)).sum())
+        return form.weight * torch.stack(losses).sum() / len(runs)
 
     def accuracy(self) -> float:
         """Percentage of (sample, position) pairs guessed correctly; raises as `loss` does."""
@@ -147,23 +159,6 @@ class Guesses:
             right += int((guess.logits.argmax(-1) == guess.step.position).sum())
             rows += len(guess.logits)
         return 100.0 * right / rows
-
-
-def position_loss(guesses: Sequence[PositionGuess], form: PredictionForm) -> Tensor:
-    """The prediction loss of section 3.4 (a scalar, weight included) for one forward's guesses.
-
-    It is the mean over samples of the sum (or mean) over the positions of the sample, so that with
-    an order per sample, of any length, every sample counts as if it had run alone.
-    """
-    check_guessed(guesses)
-    # The number of positions of each sample, which may differ with an order per sample.
-    runs: Counter[int] = Counter()
-    for guess in guesses:
-        runs.update(_samples(guess))
-    losses: list[Tensor] = []
-    for guess in guesses:
-        losses.append((_losses(guess) * _share(guess, runs, form)).sum())
-    return form.weight * torch.stack(losses).sum() / len(runs)
 
 
 def _samples(guess: PositionGuess) -> Sequence[int]:
@@ -258,7 +253,7 @@ def width_of(model: nn.Module) -> int:
     Raises `StackError` if no module around the stack has such an attribute.
     """
     # From the inside out: a model around another one may have its own widths.
-    for owner in reversed(_around_the_stack(model)):
+    for owner in reversed(holders(model, stack_of(model))):
         config = getattr(owner, "config", None)
         for place in (owner, config, getattr(config, "vision_config", None)):
             for name in _WIDTH_NAMES:
@@ -274,17 +269,11 @@ def has_class_token(model: nn.Module) -> bool:
     Such models have a parameter of that name, but XCiT and CaiT add theirs after the blocks, in
     separate blocks.
     """
-    for owner in _around_the_stack(model):
+    for owner in holders(model, stack_of(model)):
         for name in _LATE_CLASS_TOKEN:
             if hasattr(owner, name):
                 return False
     return any(name.endswith(("cls_token", "class_token")) for name, _ in model.named_parameters())
-
-
-def _around_the_stack(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold the block stack, from the outside in."""
-    stack = stack_of(model)
-    return [module for module in model.modules() if stack in module.modules()]
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

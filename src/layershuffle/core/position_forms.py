@@ -83,4 +83,3 @@ def _check_choices(form: EncodingForm | PredictionForm) -> None:
 
 
 AUTHORS_ENCODING = EncodingForm(table="shared", table_init="zero", projection_init="normal")
-AUTHORS_PREDICTION = PredictionForm()

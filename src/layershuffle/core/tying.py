@@ -116,8 +116,8 @@ def middle_blocks(distinct: int, depth: int) -> tuple[int, ...]:
     """
     if not 1 <= distinct <= depth:
         raise UsageError(
-            f"A model with {depth} blocks cannot have {distinct} different ones",
-            hint=f"choose a number between 1 and {depth}",
+            f"Among {depth} drawn blocks there cannot be {distinct} different ones",
+            hint=f"choose distinct between 1 and {depth}",
         )
     blocks: list[int] = []
     for run in range(distinct):

@@ -77,7 +77,7 @@ class Settings(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            problems = [dict(details) for details in error.errors()]
+            problems = _causes([dict(details) for details in error.errors()])
             # A misspelt key is often the cause of another that is missing.
             unknown = [problem for problem in problems if problem["type"] in _UNKNOWN]
             texts = [_problem(type(self), problem) for problem in unknown or problems]
@@ -150,6 +150,16 @@ def digest(settings: Settings) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
+def _causes(problems: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The problems without those of a list whose items have problems: pydantic left these out, and
+    then found it too short."""
+    parents = set()
+    for problem in problems:
+        if len(problem["loc"]) > 1:
+            parents.add(problem["loc"][:-1])
+    return [problem for problem in problems if problem["loc"] not in parents]
+
+
 def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
     """An error of pydantic as a sentence."""
     name = ".".join(map(str, error["loc"]))
@@ -163,6 +173,9 @@ def _problem(kind: type[Settings], error: dict[str, Any]) -> str:
         message = raised.cause if raised.hint is None else f"{raised.cause}: {raised.hint}"
     else:
         message = str(error["msg"]).removeprefix("Value error, ").replace("valid tuple", "list")
+        message = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", message)
+        if error["type"] == "literal_error":
+            message = f"{error['input']!r} is not {error['ctx']['expected']}"
         message = message.replace("Tuple should", "The list should").replace(
             " after validation", ""
         )

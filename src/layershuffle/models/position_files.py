@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from layershuffle.core.position import PositionedModel, add_position
-from layershuffle.core.position_forms import AUTHORS_ENCODING, AUTHORS_PREDICTION
+from layershuffle.core.position_forms import AUTHORS_ENCODING, PredictionForm
 from layershuffle.ground.errors import ModelFileError
 from layershuffle.models.files import (
     WRAPPERS,
@@ -84,7 +84,7 @@ def with_authors_parts(backbone: nn.Module, directory: Path) -> nn.Module:
         features = AUTHORS_ENCODING.features if table is None else table.shape[-1]
         encoding = replace(AUTHORS_ENCODING, features=features)
     if any(name.startswith("prediction.") for name in tensors):
-        prediction = AUTHORS_PREDICTION
+        prediction = PredictionForm()
     forms = PositionForms(encoding=encoding, prediction=prediction)
     return _with_parts(backbone, forms, tensors=tensors, place=directory)
 

@@ -36,6 +36,7 @@ from layershuffle.ground.files import refuse_others, staged_directory, user_path
 from layershuffle.models.card import render
 from layershuffle.models.files import (
     CONFIG,
+    LOG,
     PICKLE_SUFFIXES,
     PROCESSORS,
     WEIGHTS,
@@ -239,8 +240,15 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
     except UsageError:
         _replace_parts(stack, before)
         raise
-    keeps = order.keeps_ends(stack.fixed) and sum(stack.fixed) + 2 <= len(order)
-    stack.fixed = stack.fixed if keeps else (0, 0)
+    ends = stack.fixed
+    if not order.keeps_ends(ends) or sum(ends) + 2 > len(order):
+        stack.fixed = (0, 0)
+        LOG.warning(
+            "The blocks %s do not keep the ends %d,%d of the model and two others between them, so "
+            "all of them are drawn from now on",
+            order,
+            *ends,
+        )
     # Method and scores do not apply to the shorter model.
     return remember(model, replace(origin_of(model), record={}))
 

@@ -211,9 +211,9 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     notes += _of_other_ends(ends_before, method.fixed)
     method, notes_on_start = _started(method, backbone)
     data = replace(data, notes=(*data.notes, *notes, *notes_on_start))
+    freeze(backbone, settings.freeze)  # so that `prepare` leaves these weights as they are
     model = method.prepare(backbone, blank_images(backbone, 1))
-    # Afterwards, because tied blocks share their weights only then.
-    freeze(backbone, settings.freeze)
+    freeze(backbone, settings.freeze)  # again, because tied blocks share their weights only now
     return Job(
         settings=settings,
         ranks=ranks,

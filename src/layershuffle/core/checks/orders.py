@@ -152,11 +152,8 @@ def moved_ends(
         places.append(f"end with {','.join(map(str, range(depth - last, depth)))}")
     return UsageError(
         f"The order {order} does not keep the ends of the model, fixed=({first}, {last}): "
-        f"it has to {' and to '.join(places)}, each once, and no other block may read the state "
-        "that one of these reads",
-        hint=hint
-        or f"draw orders with Shuffled(fixed=({first}, {last})), or run any order all the same: "
-        "fixed=(0, 0), --fixed 0,0",
+        f"it has to {' and to '.join(places)}, each once and none side by side with another block",
+        hint=hint or "name them there, or run any order all the same: fixed=(0, 0), --fixed 0,0",
     )
 
 

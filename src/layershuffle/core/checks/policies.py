@@ -22,9 +22,7 @@ def checked_range(limits: Sequence[int | None] | None) -> tuple[int, int | None]
     parts = tuple(limits) if isinstance(limits, tuple | list) else ()
     if len(parts) == 2 and is_integer(parts[0]) and (parts[1] is None or is_integer(parts[1])):
         return parts[0], parts[1]
-    raise UsageError(
-        f"depth must be (low, high), got {limits!r}", hint="depth=(3, None) is 3 to all"
-    )
+    raise UsageError(f"kept must be (low, high), got {limits!r}", hint="kept=(3, None) is 3 to all")
 
 
 def checked_parallel(limits: Sequence[int] | None) -> tuple[int, int] | None:
