@@ -407,6 +407,21 @@ def test_position_encoding_is_shared_too():
                 assert torch.equal(out, logits_of(model(batch)))
 
 
+def test_orders_of_what_is_no_classifier_are_shared():
+    """The caller says what a forward returns: here the state of every token."""
+    model = VIT.wrapped()
+    batch = images(2)
+    with torch.no_grad():
+        shared = ls.forward_many(
+            model, batch, ["0,1,2,3", "0,1,3,2"], forward=model.forward_features
+        )
+        for index, tokens in shared:
+            with running(model, ("0,1,2,3", "0,1,3,2")[index]):
+                alone = model.forward_features(batch)
+            assert tokens.dim() == 3
+            assert torch.equal(tokens, alone)
+
+
 @pytest.mark.parametrize(
     ("kept_bytes", "sizes"),
     [(1 << 20, [10]), (5, [5, 5]), (4.9, [4, 4, 2]), (0.1, [4, 4, 2])],
