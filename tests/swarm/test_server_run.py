@@ -300,6 +300,80 @@ def test_four_addresses_that_never_read_keep_nobody_else_out():
     assert asyncio.run(go()) > 0
 
 
+@pytest.mark.parametrize("count", [1, 8, 100])
+def test_what_all_connections_read_in_one_turn_is_bounded(count):
+    """Each has as much waiting as asyncio reads at once; a host's reads all of it."""
+
+    async def go():
+        with (
+            ExitStack() as stack,
+            GatewaySocket("127.0.0.1", port=0, limits=LONG) as listener,
+        ):
+            accepted = []
+            for _ in range(count):
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+                client.setblocking(False)
+                client.send(bytes(1 << 15))
+                await asyncio.sleep(0)  # some are accepted in each turn
+                await asyncio.sleep(0)
+                accepted.append(stack.enter_context(listener.accept()[0]))
+                accepted[-1].setblocking(False)
+            # Of the first turn nobody knows how many will read in it.
+            turns = []
+            for _ in range(3):
+                turns.append([len(connection.recv(1 << 18)) for connection in accepted])
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            listener.keep(accepted[0].address)
+            return turns, accepted[0].recv_into(bytearray(1 << 18))
+
+    turns, rest = asyncio.run(go())
+    assert turns[0][0] == 1 << 13
+    assert max(turns[0]) == turns[0][0]
+    for turn in turns[1:]:
+        assert turn == [max(128, 8192 // count)] * count
+    assert rest == (1 << 15) - sum(turn[0] for turn in turns)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_body_in_chunks_of_a_byte_is_taken_in_many_turns(tmp_path, tls):
+    """asyncio reads 256 KiB at once, which took h11 0.7 s."""
+    certify(tmp_path)
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    sizes = []
+
+    async def reading(scope, receive, send):
+        if scope["type"] == "http":
+            more = True
+            while more:
+                message = await receive()
+                sizes.append(len(message["body"]))
+                more = message["more_body"]
+        await plain(scope, receive, send)
+
+    def dial(port):
+        client = socket.create_connection(("127.0.0.1", port))
+        if tls:
+            trusted = client_context(tmp_path / "ca.pem")
+            client = trusted.wrap_socket(client, server_hostname="127.0.0.1")
+        client.sendall(head)
+        return client
+
+    async def go():
+        serving = server_context(tmp_path / "cert.pem", tmp_path / "key.pem") if tls else None
+        async with listening(reading, limits=LONG, tls=serving) as (listener, _):
+            with await asyncio.to_thread(dial, listener.port) as client:
+                # All at once, because the loop stands meanwhile.
+                client.sendall(b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n")
+                async with asyncio.timeout(PATIENCE):
+                    return await asyncio.to_thread(client.recv, 15)
+
+    assert asyncio.run(go()) == b"HTTP/1.1 200 OK"
+    assert sum(sizes) == 20_000
+    # At most two records of TLS, of 16 KiB, between two steps of the request.
+    assert max(sizes) <= 2 * (1 << 14) / 6
+
+
 # --- connections that do nothing ------------------------------------------------------------------
 
 

@@ -45,6 +45,10 @@ _QUIET = 1.0  # seconds between two lines of the log on descriptors that are use
 _PAUSE = 0.005  # seconds
 _PROXY = "a proxy"  # the name of all that are trusted
 _AT_ONCE = 16  # connections that are accepted before what others sent is read
+# Bytes that all connections read in one turn of the loop, and each of them at least. asyncio reads
+# 256 KiB at once, which took h11 0.7 s where each chunk of a body had one byte.
+_READ = 1 << 13
+_LEAST_READ = 1 << 7
 _AMBIGUOUS = json.dumps(
     {
         "error": {
@@ -162,6 +166,9 @@ class GatewaySocket(socket.socket):
     takes the place of one that has fewer. Connections count from their acceptance, so TLS
     handshakes do as well. Those of `trusted` proxies count in the total alone.
 
+    What the connections read in one turn of the event loop is bounded, too, because a stranger's
+    bytes may be dear: each byte of a body can be a chunk of its own.
+
     Raises `UsageError` for a proxy that is no address or network, and `LayerShuffleError` if it
     cannot listen on the address.
     """
@@ -187,6 +194,8 @@ class GatewaySocket(socket.socket):
         self.open: dict[tuple[str, int], Accepted] = {}
         self._connections: Counter[str] = Counter()
         self._accepted_at_once = 0
+        self._reads = 0
+        self._reads_before = 0
         self._spare: int | None = None
         self._last_complaint = -math.inf
         try:
@@ -222,8 +231,7 @@ class GatewaySocket(socket.socket):
         Raises `ConnectionAbortedError` for a connection beyond the limits. Raises `BlockingIOError`
         after some at once: asyncio calls again after it has read what the others sent.
         """
-        if self._accepted_at_once == 0:
-            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._note_turn()
         if self._accepted_at_once >= _AT_ONCE:
             raise BlockingIOError
         self._accepted_at_once += 1
@@ -239,13 +247,33 @@ class GatewaySocket(socket.socket):
         if (crowded or full) and not self._make_room(client if crowded else None, least=least):
             connection.close()
             raise ConnectionAbortedError(f"{client} has too many connections")
-        accepted = Accepted(connection, address=address[:2], client=client, closed=self._forget)
+        accepted = Accepted(
+            connection,
+            address=address[:2],
+            client=client,
+            share=self._share,
+            closed=self._forget,
+        )
         self.open[accepted.address] = accepted
         self._connections[client] += 1
         return accepted, address
 
+    def _note_turn(self) -> None:
+        """Begin to count anew in the next turn of the event loop."""
+        if self._accepted_at_once == self._reads == 0:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
     def _next_turn(self) -> None:
         self._accepted_at_once = 0
+        self._reads_before = self._reads
+        self._reads = 0
+
+    def _share(self) -> int:
+        """The bytes that one more connection may read in this turn of the event loop."""
+        self._note_turn()
+        self._reads += 1
+        # As many will read as did before, if the turn has just begun.
+        return max(_LEAST_READ, _READ // max(self._reads, self._reads_before))
 
     def _is_trusted(self, client: str) -> bool:
         """Whether this is a proxy, whose connections are those of many clients."""
@@ -380,6 +408,7 @@ class GatewaySocket(socket.socket):
         """
         if (connection := self.open.get(tuple(address[:2]))) is not None:
             connection.silence_start = None
+            connection.kept = True
             self._count_less(connection)
 
 
@@ -388,7 +417,8 @@ class Accepted(socket.socket):
 
     While it waits for its client to ask or to take an answer, `silence_start` is the time of the
     event loop, in seconds, at which the wait began; otherwise it is `None`. `client` is `None` once
-    it counts among those of its client no longer. `closed` is called once the connection is closed.
+    it counts among those of its client no longer. `share()` are the bytes that it may read now,
+    until it is `kept`, as that of a host. `closed` is called once the connection is closed.
     """
 
     def __init__(
@@ -397,13 +427,27 @@ class Accepted(socket.socket):
         *,
         address: tuple[str, int],
         client: str,
+        share: Callable[[], int],
         closed: Callable[[Accepted], None],
     ) -> None:
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
         self.address = address
         self.client: str | None = client
         self.silence_start: float | None = asyncio.get_running_loop().time()
+        self.kept = False
+        self._share = share
         self._when_closed = closed
+
+    def recv(self, bufsize: int, *flags: int) -> bytes:
+        """What has come, and of a stranger at most the share of this turn."""
+        return super().recv(self._most(bufsize), *flags)
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, *flags: int) -> int:
+        """The same, as asyncio reads with TLS."""
+        return super().recv_into(buffer, self._most(nbytes or len(buffer)), *flags)
+
+    def _most(self, size: int) -> int:
+        return size if self.kept else min(size, self._share())
 
     def close(self) -> None:
         """Close it for the server, and report that."""
