@@ -42,6 +42,8 @@ NUMBERS = [
     ("host-protocol", r"frames of at most (\d+) MiB", wire.MAX_FRAME_BYTES / 2**20),
     ("host-protocol", r"text of at most (\d+) MiB", wire.MAX_TEXT_BYTES / 2**20),
     ("host-protocol", r"a host pings every (\d+) s", wire.PING_SECONDS),
+    ("host-protocol", r"sends more than (\d+) pings", connections._MOST_EMPTY),
+    ("host-protocol", r"empty fragments in (\d+) s", wire.PING_SECONDS),
     ("host-protocol", r"has not answered for (\d+) s", wire.PONG_SECONDS),
     ("host-protocol", r"dials again after (\d+) s without a frame", int(TAB[1]) / 1000),
     ("host-protocol", r"after a random time of ([\d.]+) to", host._FIRST_DELAY / 2),

@@ -284,6 +284,38 @@ def test_messages_that_no_host_sends_end_the_connection() -> None:
     run(work)
 
 
+EMPTY = b"\x80\0\0\0\0"  # the rest of a client's frame without data
+PING, PONG, BEGIN, CONTINUE = b"\x89" + EMPTY, b"\x8a" + EMPTY, b"\2" + EMPTY, b"\0" + EMPTY
+
+
+@pytest.mark.parametrize("flood", [[PING], [PONG], [BEGIN, CONTINUE]], ids=str)
+@pytest.mark.parametrize("is_host", [False, True])
+def test_a_host_that_sends_frames_without_end_that_say_nothing_is_ended(
+    flood: list[bytes], is_host: bool
+) -> None:
+    async def work(site: Site) -> None:
+        async with dialled(site) as odd:
+            transport = odd.socket.transport
+            assert transport is not None
+            transport.write(12 * PONG)
+            await odd.hello()
+            await odd.assigned()
+            assert "odd" in site.connected
+        await site.until(lambda: "odd" not in site.connected)
+        async with dialled(site) as odd:
+            if is_host:
+                await odd.hello()
+                await odd.assigned()
+            transport = odd.socket.transport
+            assert transport is not None
+            transport.write(flood[0] + 40 * flood[-1])
+            await asyncio.wait_for(odd.socket.wait_closed(), 20)
+            assert odd.socket.close_code == Close.BROKEN
+            assert "odd" not in site.connected
+
+    run(work)
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 

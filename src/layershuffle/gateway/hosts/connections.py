@@ -37,6 +37,8 @@ STALLED_SECONDS = 4.0
 _MOST_REASON = 100  # bytes; a close frame holds 123
 _MOST_SENT = 4096  # visits of one host, with those that nobody waits for any more
 _GOING_AWAY = 1001  # of WebSocket
+_PIECE = 1 << 14  # bytes whose frames are taken before those of the next ones are read
+_MOST_EMPTY = 16  # frames that say nothing, between two pings: a host pings and answers one
 _QUIET = 10.0  # seconds between two lines of the log on hosts that are refused
 _MILLI = 1000.0
 DTYPES: Mapping[Wire, Dtype] = {"fp32": Dtype.FLOAT32, "fp16": Dtype.FLOAT16, "int8": Dtype.INT8}
@@ -341,6 +343,9 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
 class HostConnection(asyncio.Protocol):
     """A host's WebSocket, which tells `connected` what comes; uvicorn hands it over.
 
+    It is ended if too many of its frames say nothing, as pings, pongs and empty fragments. Each
+    takes 6 bytes of it and a step here, and of a ping the pong stays in memory until it is read.
+
     uvicorn's own class passes every message through a queue, a task and an ASGI app. That takes as
     long as all else that the gateway does for a visit, so this one calls them, and sends at once.
 
@@ -357,6 +362,7 @@ class HostConnection(asyncio.Protocol):
         self._parts: list[Any] = []
         self._is_text = False
         self._open = False
+        self._empty = 0
         self._asked_since: float | None = None
         self._pinging: asyncio.TimerHandle | None = None
         self.address = ""
@@ -397,13 +403,14 @@ class HostConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take the frames of a host, or answer its request for a connection."""
         self._asked_since = None
-        self._wire.receive_data(data)
-        for event in self._wire.events_received():
-            if isinstance(event, Frame):
-                self._take(event)
-            elif isinstance(event, http11.Request):
-                self._answer(event)
-        self._flush()
+        for start in range(0, len(data), _PIECE):
+            self._wire.receive_data(data[start : start + _PIECE])
+            for event in self._wire.events_received():
+                if isinstance(event, Frame):
+                    self._take(event)
+                elif isinstance(event, http11.Request):
+                    self._answer(event)
+            self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the connection for all that waits for it."""
@@ -432,11 +439,19 @@ class HostConnection(asyncio.Protocol):
             self._ping()
 
     def _take(self, frame: Frame) -> None:
+        says_something = frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT) and frame.data
+        if self._open and not says_something:
+            self._empty += 1
+            if self._empty > _MOST_EMPTY:
+                why = f"more than {_MOST_EMPTY} frames in {wire.PING_SECONDS:g} s that say nothing"
+                self._break(why)
+                return
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
             self._parts = [frame.data]
             self._is_text = frame.opcode is Opcode.TEXT
         elif frame.opcode is Opcode.CONT:
-            self._parts.append(frame.data)
+            if frame.data:
+                self._parts.append(frame.data)
         else:
             return  # answered by the library
         if not frame.fin or not self._open:
@@ -446,8 +461,12 @@ class HostConnection(asyncio.Protocol):
         try:
             self._connected.received(self, str(content, "utf-8") if self._is_text else content)
         except (WireError, UnicodeDecodeError) as error:
-            self._end(f"it breaks the protocol: {error}")
-            self.close(Close.BROKEN, str(error))
+            self._break(str(error))
+
+    def _break(self, why: str) -> None:
+        """End the connection of a host that breaks the protocol."""
+        self._end(f"it breaks the protocol: {why}")
+        self.close(Close.BROKEN, why)
 
     def _ping(self) -> None:
         """Ask for a sign of life; the first one asked for in vain may not be too old."""
@@ -459,6 +478,7 @@ class HostConnection(asyncio.Protocol):
             self._end("it answers no pings")
             self._transport.abort()
             return
+        self._empty = 0
         self._wire.send_ping(b"")
         self._flush()
         self._pinging = loop.call_later(wire.PING_SECONDS, self._ping)
