@@ -308,10 +308,11 @@ def test_a_client_that_goes_away_ends_its_walk():
         status, _ = await call
         await until(lambda: place.blocks.cancelled)
         place.blocks.gate = None
-        return status, (await place.classify(FILE)).status_code
+        answered = (await place.classify(FILE)).status_code
+        return status, answered, place.app.state.gateway.counters.requests
 
     limits = GatewayLimits(running=1, waiting=0)  # the place of the first is free again
-    assert run(go, HOSTS, limits=limits) == (499, 200)
+    assert run(go, HOSTS, limits=limits) == (499, 200, {"gone": 1, "answered": 1})
 
 
 # --- places that are held by what does not move ---------------------------------------------------

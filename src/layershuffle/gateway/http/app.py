@@ -137,7 +137,7 @@ def create_app(gateway: Gateway, *, page: bool = False) -> FastAPI:
         exception_handlers={
             RequestValidationError: answer_options,
             HTTPException: answer_plainly,
-            ClientDisconnect: answer_plainly,
+            ClientDisconnect: answer_error,
             LayerShuffleError: answer_error,
             Exception: answer_error,
         },

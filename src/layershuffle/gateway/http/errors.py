@@ -18,7 +18,8 @@ from layershuffle.gateway.http.answers import ErrorAnswer, Problem
 from layershuffle.ground.errors import DataError, LayerShuffleError, UsageError
 
 LOG = logging.getLogger("layershuffle")
-_CLIENT_GONE = 499  # nginx's status; nobody reads it
+CLIENT_GONE = 499
+"""The status of nginx for a client that gave up; nobody reads it."""
 _LONGEST = 500  # characters of a cause: some causes quote the client
 _SOON = 1.0  # seconds after which a client may try a busy gateway again
 
@@ -59,7 +60,7 @@ def error_response(
     the id of the request in the log.
     """
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     if isinstance(error, HTTPException):  # a wrong path or method
         hint = "see /openapi.json for the paths and methods"
         body = _body(str(error.detail), hint)
@@ -89,11 +90,13 @@ async def answer_plainly(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-def error_status(error: Exception) -> HTTPStatus:
+def error_status(error: Exception) -> int:
     """The HTTP status for `error`.
 
     It is 422 for a request that can be read but not carried out, and 500 for unexpected errors.
     """
+    if isinstance(error, ClientDisconnect):
+        return CLIENT_GONE
     if isinstance(error, HTTPError):
         return error.status
     if isinstance(error, NotAnswered):

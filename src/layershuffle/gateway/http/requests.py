@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache, partial
@@ -34,6 +34,7 @@ from layershuffle.gateway.calibration.calibration import (
 from layershuffle.gateway.hosts.served_model import Classified, RemoteModel
 from layershuffle.gateway.http.admission import BODY_HINT, Admission, GatewayLimits, Keys
 from layershuffle.gateway.http.answers import Classification, Guess, Hop, Skipped, Times
+from layershuffle.gateway.http.errors import CLIENT_GONE
 from layershuffle.ground.errors import DataError, UsageError
 from layershuffle.ground.text import counted
 from layershuffle.images.pixels import image_batch
@@ -46,11 +47,12 @@ _MAX_TOP = 1000
 _KINDS = 1024  # of answers whose expected accuracy is kept
 _MILLI = 1000.0
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_OUTCOMES = {
+_OUTCOMES: Mapping[int, str] = {
     HTTPStatus.SERVICE_UNAVAILABLE: "unanswered",
     HTTPStatus.TOO_MANY_REQUESTS: "busy",
     HTTPStatus.UNAUTHORIZED: "unauthorised",
     HTTPStatus.INTERNAL_SERVER_ERROR: "failed",
+    CLIENT_GONE: "gone",
 }
 
 
@@ -106,7 +108,7 @@ class Counters:
         self.seconds.observe(answer.ms.total / _MILLI)
         self.blocks.observe(len(set(answer.blocks)))  # some may have run again
 
-    def count_refusal(self, status: HTTPStatus) -> None:
+    def count_refusal(self, status: int) -> None:
         """Count a classification that ended with `status`."""
         self.requests[_OUTCOMES.get(status, "refused")] += 1
 
