@@ -8,7 +8,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import closing
 from contextvars import ContextVar
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -21,11 +24,12 @@ from layershuffle.gateway.calibration.calibration import Expected
 from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.http import start
 from layershuffle.gateway.http.answers import Classification, Guess, Times
-from layershuffle.gateway.http.operator import find_operator, published, state_directory
+from layershuffle.gateway.http.operator import Operator, find_operator, published, state_directory
 from layershuffle.gateway.http.start import Serving, serve_swarm
 from layershuffle.ground.bundled import asset
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.models.manifest import read_manifest
+from refusals import refuses
 from waiting import HANGS, wait_for
 
 
@@ -182,6 +186,31 @@ def served(tmp_path, work, *, keys=None):
         find_operator(str(tmp_path / "s"))
 
 
+class BadGateway(BaseHTTPRequestHandler):
+    """As of a proxy whose gateway is gone."""
+
+    def do_POST(self):
+        self.send_response(502)
+        self.send_header("Content-Length", "6")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_operator_says_what_is_no_gateway():
+    with refuses(UsageError, "--address"):
+        Operator("http://[::1", key="k")
+    with HTTPServer(("127.0.0.1", 0), BadGateway) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        answering = threading.Thread(target=server.handle_request)
+        answering.start()
+        with closing(Operator(url, key="k")) as operator, refuses(LayerShuffleError, url):
+            operator.command("drain", host="a")
+        answering.join()
+
+
 def url_of(operator):
     """The address of the operator's gateway, with a slash at its end."""
     return f"{operator.url}/"
@@ -230,6 +259,8 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         readmit = ["swarm", "readmit", "host-1", "--address", operator.url]
         assert run(capsys, *readmit, "--state", str(tmp_path / "s"))[0] == 0
         condition_until(coordinator, "host-1", "healthy")
+        with refuses(UsageError, "--address"):
+            find_operator(str(tmp_path / "s"), address="http://192.0.2.1:8000")
         key = tmp_path / "operator-key"
         key.touch(mode=0o600)
         key.write_text("another-key-of-some-length")

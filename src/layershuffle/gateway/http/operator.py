@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from layershuffle.gateway.http.admission import Keys
+from layershuffle.gateway.http.answers import ErrorAnswer
 from layershuffle.gateway.http.errors import HTTPError
 from layershuffle.gateway.http.secrets import client_context, pinned, read_secret
 from layershuffle.ground.errors import LayerShuffleError, UsageError
@@ -169,18 +170,25 @@ class Operator:
     {'empty': True}
 
     `url`: its address; `key`: the operator's; `tls`: what to trust (default: the well-known
-    authorities).
+    authorities). Raises `UsageError` for what is no address.
     """
 
     def __init__(self, url: str, *, key: str, tls: ssl.SSLContext | None = None) -> None:
         self.url = url
-        self._http = httpx.Client(
-            base_url=url,
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=_TIMEOUT,
-            trust_env=False,  # a proxy cannot reach this machine's loopback
-            verify=True if tls is None else tls,
-        )
+        try:
+            self._http = httpx.Client(
+                base_url=url,
+                headers={"Authorization": f"Bearer {key}"},
+                timeout=_TIMEOUT,
+                trust_env=False,  # a proxy cannot reach this machine's loopback
+                verify=True if tls is None else tls,
+            )
+        except httpx.InvalidURL as error:
+            raise UsageError(
+                f"{url!r} is not the address of a gateway ({error})",
+                place="--address",
+                hint="write for example https://10.0.0.1:8000",
+            ) from error
 
     def close(self) -> None:
         """Close the connection."""
@@ -200,11 +208,19 @@ class Operator:
                 place=self.url,
                 hint="it may have been killed; start it again",
             ) from error
-        answer: dict[str, Any] = response.json()
-        if response.is_success:
-            return answer
+        try:
+            if response.is_success:
+                answer: dict[str, Any] = response.json()
+                return answer
+            problem = ErrorAnswer.model_validate_json(response.content).error
+        except ValueError as error:  # of a proxy, in HTML
+            raise LayerShuffleError(
+                f"The answer (HTTP {response.status_code}) is not one of a LayerShuffle gateway",
+                place=self.url,
+                hint="check the address, and whether the gateway behind it runs",
+            ) from error
         kind = UsageError if response.status_code == 422 else LayerShuffleError
-        raise kind(answer["error"]["cause"], hint=answer["error"]["hint"] or None)
+        raise kind(problem.cause, hint=problem.hint or None)
 
 
 def find_operator(
@@ -218,16 +234,24 @@ def find_operator(
 
     `state`: the directory of the gateway on this machine; `key_file`: the file of the operator's
     key (default: the key in `state`). Raises `UsageError` if the directory is needed and no swarm
-    uses it, and for a key file that others may read.
+    uses it, for a key file that others may read, and without one for another gateway than that of
+    `state`: the key of this machine goes to nobody else.
     """
     tls = None if authority is None else client_context(authority)
     if address is not None and key_file is not None:
         key = read_secret(key_file, what="operator key", hint="put the key into it").strip()
         return Operator(address, key=key, tls=tls)
     facts = published(state)
+    if address is not None and address.rstrip("/") != facts["url"]:
+        raise UsageError(
+            f"The operator's key of {address} is not known here: the gateway of this machine is "
+            f"{facts['url']}",
+            place="--address",
+            hint="give its key with --operator-key-file FILE, or leave the address out",
+        )
     if tls is None and "certificate" in facts:
         tls = pinned(Path(facts["certificate"]))
-    return Operator(address or facts["url"], key=facts["key"], tls=tls)
+    return Operator(facts["url"], key=facts["key"], tls=tls)
 
 
 def published(state: str | None = None) -> dict[str, Any]:
