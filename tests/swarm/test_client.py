@@ -506,6 +506,8 @@ def test_a_client_without_asyncio_waits_in_a_notebook_and_in_many_threads():
         models = [pool.submit(lambda: client.swarm().model) for _ in range(4)]
         assert [model.result(HANGS) for model in models] == ["pico"] * 4
     client.close()
+    with pytest.raises(SwarmError, match="The client is closed"):
+        client.swarm()
     assert len(begun) == 4
 
 

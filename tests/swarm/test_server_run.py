@@ -216,6 +216,39 @@ def test_the_word_of_a_proxy_on_the_client(trusted):
     assert clients == (believed if trusted else ["127.0.0.1"] * 3)
 
 
+@pytest.mark.parametrize(
+    ("address", "is_trusted"),
+    [
+        ("2001:db8::1", True),
+        ("2001:db8::bad", False),  # a neighbour in its network
+        ("10.0.0.1", True),
+        ("::ffff:10.0.0.1", True),
+        ("::ffff:10.0.0.2", False),
+    ],
+)
+def test_only_the_proxy_itself_is_trusted(address, is_trusted, monkeypatch):
+    """Its connections count in the total alone, those of all others by their client."""
+    limits = LONG.model_copy(update={"client_connections": 1})
+
+    async def go():
+        proxies = ["2001:db8::1", "10.0.0.1"]
+        with (
+            ExitStack() as stack,
+            GatewaySocket("127.0.0.1", port=0, limits=limits, trusted=proxies) as listener,
+        ):
+            ports = iter(range(1, 9))
+
+            def comes():
+                return stack.enter_context(socket.socket()), (address, next(ports))
+
+            monkeypatch.setattr(listener, "_next", comes)
+            for _ in range(2):
+                stack.enter_context(listener.accept()[0])
+            return len(listener.open)
+
+    assert asyncio.run(go()) == (2 if is_trusted else 1)
+
+
 def test_a_proxy_that_is_none_is_refused():
     with refuses(UsageError, "--trusted-proxy"):
         GatewaySocket("127.0.0.1", port=0, limits=LONG, trusted=["10.0.0.1/8"])
@@ -691,10 +724,10 @@ def test_hosts_have_a_port_of_their_own(tmp_path):
     asyncio.run(go())
 
 
-def test_a_token_that_no_host_can_send_is_refused(tmp_path):
+def test_a_token_that_no_host_can_send_or_that_is_short_is_refused(tmp_path):
     file = tmp_path / "token"
     file.touch(mode=0o600)
-    for token in ("x" * 401, "bell\a"):
+    for token in ("x" * 401, "bell\a, and sixteen signs", "x" * 15):
         file.write_text(token)
         with refuses(UsageError, file):
             read_tokens(file)
@@ -726,7 +759,7 @@ def test_the_token_of_hosts_rotates(tmp_path, caplog):
             old = coordinator.connected.token
             new = "new-token-of-this-test"
             entered = [(await enters(url, old), await enters(url, new))]
-            for tokens in ([new, old], [new], [new, old, "third-token"]):
+            for tokens in ([new, old], [new], [new, old, "third-token-of-this-test"]):
                 file.write_text("\n".join(tokens))
                 serving.reload()
                 assert coordinator.connected.token == new

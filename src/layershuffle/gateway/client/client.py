@@ -148,6 +148,7 @@ class SwarmClient:
 
     def __init__(self, *urls: str, **options: Unpack[ClientOptions]) -> None:
         self._client = AsyncSwarmClient(*urls, **options)
+        self._place = ", ".join(urls)
         self._loop = asyncio.new_event_loop()
         # A daemon, so that a program ends that does not close it.
         self._thread = Thread(target=self._loop.run_forever, name="swarm-client", daemon=True)
@@ -178,6 +179,9 @@ class SwarmClient:
 
     def _wait(self, answer: Coroutine[Any, Any, _T]) -> _T:
         """The result of a coroutine that runs on the loop; Ctrl-C ends it."""
+        if self._loop.is_closed():
+            answer.close()
+            raise SwarmError("The client is closed", place=self._place, hint="make a new one")
         future = asyncio.run_coroutine_threadsafe(answer, self._loop)
         try:
             return future.result()

@@ -38,7 +38,8 @@ ENDING_SECONDS = 3.0
 left two seconds later."""
 RETURN_SECONDS = 5.0
 """Seconds after which a gateway that a service manager starts again has its hosts back."""
-_SHORTEST_KEY = 16
+SHORTEST_KEY = 16
+"""Signs of a key or a token: shorter ones can be guessed."""
 _MAX_DIGITS = 18  # of a Content-Length that are read
 _IPV6_PREFIX = 64  # one client may use every address below such a prefix
 _T = TypeVar("_T")
@@ -140,9 +141,9 @@ class Keys:
 
 def _checked(key: str, *, place: Path | None = None) -> bytes:
     """The digest of a key. Raises `UsageError` for a line of `place` that is no key."""
-    if len(key) < _SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
+    if len(key) < SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
         raise UsageError(
-            f"An API key is one word of at least {_SHORTEST_KEY} ASCII letters, digits and signs",
+            f"An API key is one word of at least {SHORTEST_KEY} ASCII letters, digits and signs",
             place=place,
             hint='make one: python -c "import secrets; print(secrets.token_urlsafe(24))"',
         )

@@ -237,7 +237,7 @@ class GatewaySocket(socket.socket):
         self._accepted_at_once += 1
         connection, address = self._next()
         client = client_name(address[0])
-        proxied = self._is_trusted(client)
+        proxied = self._is_trusted(address[0])
         if proxied:
             client = _PROXY
         held = self._connections[client]
@@ -275,10 +275,11 @@ class GatewaySocket(socket.socket):
         # As many will read as did before, if the turn has just begun.
         return max(_LEAST_READ, _READ // max(self._reads, self._reads_before))
 
-    def _is_trusted(self, client: str) -> bool:
+    def _is_trusted(self, address: str) -> bool:
         """Whether this is a proxy, whose connections are those of many clients."""
-        network = ipaddress.ip_network(client)  # of one address, or of IPv6 a /64
-        return any(map(network.overlaps, self._trusted))
+        parsed = ipaddress.ip_address(address)
+        mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+        return any((mapped or parsed) in network for network in self._trusted)
 
     def _forget(self, accepted: Accepted) -> None:
         """Stop counting a connection that is closed or makes room."""

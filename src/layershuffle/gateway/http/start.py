@@ -22,7 +22,7 @@ from layershuffle.gateway.hosts.on_ray import hosts_on_ray
 from layershuffle.gateway.hosts.served_model import ServedModel
 from layershuffle.gateway.hosts.service import background, running_service
 from layershuffle.gateway.hosts.shut_out import ShutOut
-from layershuffle.gateway.http.admission import GatewayLimits, Keys
+from layershuffle.gateway.http.admission import SHORTEST_KEY, GatewayLimits, Keys
 from layershuffle.gateway.http.app import create_app
 from layershuffle.gateway.http.files import join_routes, runtime
 from layershuffle.gateway.http.listening import GatewaySocket, listening
@@ -291,8 +291,8 @@ def read_tokens(path: Path) -> tuple[str, ...]:
     """The tokens in a file, one a line; the file is made if it is not there.
 
     While tokens rotate there are two: hosts may know either, and new ones are given the first.
-    Raises `UsageError` for a file that others may read, for a token that the protocol cannot carry,
-    and for a file with more tokens.
+    Raises `UsageError` for a file that others may read, for a token that the protocol cannot carry
+    or that is short enough to be guessed, and for a file with more tokens.
     """
     if not path.exists():
         write_bytes(path, secrets.token_hex(32).encode("ascii"), private=True)
@@ -302,11 +302,12 @@ def read_tokens(path: Path) -> tuple[str, ...]:
         token = line.strip()
         if not token:
             continue
-        if not token.isprintable() or len(token) > MAX_TEXT:
+        if not token.isprintable() or not SHORTEST_KEY <= len(token) <= MAX_TEXT:
             raise UsageError(
-                f"No host can send this token: it has {len(token)} signs, or some do not print",
+                f"This is no token of hosts: it has {len(token)} signs, or some do not print",
                 place=path,
-                hint=f"a token has at most {MAX_TEXT} signs; remove the file for a new one",
+                hint=f"a token has {SHORTEST_KEY} to {MAX_TEXT} signs; remove the file for a new "
+                "one",
             )
         tokens.append(token)
     if len(tokens) > _MOST_TOKENS:
