@@ -607,6 +607,14 @@ def sure_at(confidence):
     return made_up().model_copy(update={"sureness": sureness})
 
 
+def test_what_is_expected_says_how_many_at_once_were_measured():
+    """The others that were never sure were measured one after the other."""
+    asked = {"confidence": 0.3, "sure": False, "again": False}
+    expected = expected_when_asked(sure_at(0.3), Cell(3, parallel=3), **asked)
+    assert (expected.kept, expected.passes, expected.parallel) == (3, 1, 1)
+    assert expected.top1 == 30
+
+
 def answer_of(calibration, *, seed=0, **options):
     async def go(place):
         heads = place.remote_model.model.head

@@ -48,7 +48,8 @@ class CalibrationFacts(CalibrationPart):
 class Expected(CellAccuracy, CalibrationFacts):
     """The accuracy in percent of answers for which `kept` blocks ran, and the data behind it.
 
-    Each block ran `passes` times, `parallel` of them at once. `low` and `high` are the 95 %
+    Each block ran `passes` times, `parallel` of them at once; fewer at once than in the answer, if
+    those like it were measured with fewer alone. `low` and `high` are the 95 %
     interval of `top1`, a mean over orders. A single answer comes from one order, and nine of ten
     orders lie from `orders_low` to `orders_high`.
 
@@ -174,7 +175,8 @@ def expected_when_asked(
     `None` if that was not measured, or hardly came up.
 
     `sure`: whether it ended because it was; `again`: whether blocks ran again. That of answers
-    that were sure does not depend on the number of their blocks, unless these ran again.
+    that were sure does not depend on the number of their blocks, unless these ran again. That of
+    others is of the most at once, up to those of `cell`, that were measured, and says so.
     """
     sureness = calibration.sureness
     stop = None if sureness is None else sureness.stop_at(confidence)
@@ -182,7 +184,9 @@ def expected_when_asked(
         return None
     row: Accuracy | None
     if not sure:
-        row = _unsure_row(stop.unsure, cell)
+        row = unsure = _unsure_row(stop.unsure, cell)
+        if unsure is not None:
+            cell = unsure.cell  # what was measured, also where the answers were later than that
     elif again:
         row = next((row for row in stop.sure_again if row.kept == cell.kept), None)
     else:
