@@ -2,6 +2,7 @@
 metrics."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -14,6 +15,7 @@ from common import CLASSES, DEPTH
 from layershuffle.core.stack import running
 from layershuffle.data.transforms import PixelFinish, PlainTransform
 from layershuffle.gateway.brain.state import HostState, Swarm, VisitError, retry_after
+from layershuffle.gateway.hosts import served_model
 from layershuffle.gateway.http.admission import GatewayLimits
 from layershuffle.gateway.http.app import Quiet
 from layershuffle.gateway.http.listening import listening
@@ -107,6 +109,19 @@ def test_a_head_that_stalled_once_does_not_refuse_all_later_requests():
 
     blocks, (second, *_, last) = run_in_virtual_time(go)
     assert (blocks, second, last) == (3, 503, 200), "it had half of the time"
+
+
+def test_the_first_time_of_a_head_counts_whole(monkeypatch):
+    """It is kept for the next head, which a fifth of it would be too short for."""
+    moments = iter([0.0, 0.1, 5.0, 5.2])
+    monkeypatch.setattr(served_model.time, "perf_counter", lambda: next(moments))
+    with ThreadPoolExecutor(1) as pool:
+        head = served_model._Timed(pool)
+        assert head.seconds == 0
+        assert head.run(lambda state: state, "a") == "a"
+        assert head.seconds == pytest.approx(0.1)
+        head.run(lambda state: state, "b")
+        assert head.seconds == pytest.approx(0.8 * 0.1 + 0.2 * 0.2)
 
 
 def test_errors_that_cannot_be_encoded():

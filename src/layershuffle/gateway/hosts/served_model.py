@@ -260,7 +260,8 @@ class _Timed:
         """What the part computes."""
         begun = time.perf_counter()
         out = part(values)
-        self.seconds += _WEIGHT * (time.perf_counter() - begun - self.seconds)
+        seconds = time.perf_counter() - begun
+        self.seconds = (1 - _WEIGHT) * self.seconds + _WEIGHT * seconds if self.seconds else seconds
         return out
 
     async def result(self, part: Callable[[State], State], values: State) -> State:

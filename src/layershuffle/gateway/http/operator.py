@@ -266,6 +266,7 @@ def published(state: str | None = None) -> dict[str, Any]:
         raise UsageError(
             "No swarm of this user runs on this machine",
             place=place,
-            hint="start one with `layershuffle swarm up`, or name its --state directory",
+            hint="start one with `layershuffle swarm up`, name its --state directory, or give "
+            "--address and --operator-key-file for one of another machine",
         ) from error
     return facts
