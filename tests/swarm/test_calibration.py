@@ -87,11 +87,12 @@ def test_an_assumed_order_of_classes_is_said(caplog, tmp_path):
 
 
 @pytest.mark.parametrize("fixed", [(0, 0), (1, 1)])
-def test_equal_to_a_slow_count(fixed):
+def test_equal_to_a_slow_count(fixed, monkeypatch):
     """Every cell and every late block, order by order, image by image; ends run in each."""
     model = digits_model(fixed)
     depth, (first, last) = depth_of(model), fixed
-    calibration = calibrate(model, DATA, orders=3, images=10, seed=5, batch_size=4)
+    monkeypatch.setattr("layershuffle.gateway.client.calibrate._BATCH", 4)
+    calibration = calibrate(model, DATA, orders=3, images=10, seed=5)
     data = open_data(DATA, image_view(model), options=DataOptions(train=False, max_test=10))
     items = [data.splits["test"].dataset[index] for index in range(10)]
     items = [(data.finish(pixels[None]), label) for pixels, label in items]
@@ -139,7 +140,8 @@ def test_equal_to_a_slow_count(fixed):
     low = max(0, centre - math.hypot(over_orders, over_images))
     assert calibration.queue[1].low == pytest.approx(low)
     # The logits of other batch sizes differ in the last bits, and so do the temperatures.
-    again = calibrate(model, DATA, orders=3, images=10, seed=5, batch_size=10)
+    monkeypatch.setattr("layershuffle.gateway.client.calibrate._BATCH", 10)
+    again = calibrate(model, DATA, orders=3, images=10, seed=5)
     assert again.temperatures == pytest.approx(calibration.temperatures, rel=1e-3)
     assert again.model_copy(update={"sureness": calibration.sureness}) == calibration
 
@@ -548,10 +550,11 @@ def test_the_default_is_the_least_confidence_that_loses_at_most_a_third_of_a_poi
     assert default_confidence(chances, right) is None
 
 
-def test_a_calibration_measures_every_beginning_of_its_orders():
+def test_a_calibration_measures_every_beginning_of_its_orders(monkeypatch):
     """Against each beginning of each order run alone; fitted on held-out, scored on test images."""
     model = digits_model()
-    sureness = calibrate(model, DATA, orders=7, images=30, seed=5, batch_size=16).sureness
+    monkeypatch.setattr("layershuffle.gateway.client.calibrate._BATCH", 16)
+    sureness = calibrate(model, DATA, orders=7, images=30, seed=5).sureness
     assert sureness is not None
     assert (sureness.split, sureness.orders, sureness.images) == ("holdout", 6, 30)
     data = open_data(DATA, file_view(model), options=DataOptions(max_test=30))

@@ -61,6 +61,7 @@ _TAIL = 0.05  # share of the orders outside of each end of the range over orders
 _PARALLEL = 4  # with 6, a model of four orders with an exit lost 8 points on digit pairs
 _PASSES = {2: 0.75, 3: 0.5}  # up to this share of the blocks; with more there was no gain
 _FEWEST = 20  # answers of a kind in every order
+_BATCH = 250  # images
 _SURE_ORDERS = 6  # the logits of every number of blocks are in memory at once
 _log = logging.getLogger(__name__)
 
@@ -72,7 +73,6 @@ def calibrate(
     orders: int = 20,
     images: int = 2000,
     seed: int = 0,
-    batch_size: int = 250,
     device: Device = "auto",
     progress: Progress = unheard,
 ) -> Calibration:
@@ -103,7 +103,7 @@ def calibrate(
     for step in range(orders):
         drawn = policy.draw(depth, seed=seed, step=step)
         permutations.append(drawn.blocks[hosted.start : hosted.stop])
-    batches = _batches(backbone.to(device_of(device)), tested, _TEST, batch_size)
+    batches = _batches(backbone.to(device_of(device)), tested, _TEST)
     cells = cells_of(len(hosted), parallel=_PARALLEL)
     split = tested.splits[_TEST]
     scored = []
@@ -144,7 +144,6 @@ def calibrate(
         permutations[:_SURE_ORDERS],
         calibration=calibration,
         images=images,
-        batch_size=batch_size,
     )
     return calibration.model_copy(update={"sureness": sureness})
 
@@ -189,9 +188,9 @@ def _opened(backbone: nn.Module, data: str, options: DataOptions) -> ImageData:
     return fitting
 
 
-def _batches(backbone: nn.Module, data: ImageData, split: str, batch_size: int) -> DeviceBatches:
+def _batches(backbone: nn.Module, data: ImageData, split: str) -> DeviceBatches:
     device = next(backbone.parameters()).device.type
-    return batches_of(data, split, settings=ScoreSettings(batch_size=batch_size), device=device)
+    return batches_of(data, split, settings=ScoreSettings(batch_size=_BATCH), device=device)
 
 
 def rows_of(scores: Mapping[Cell, Sequence[Score]], split: Split) -> tuple[CellAccuracy, ...]:
@@ -245,7 +244,6 @@ def _sureness(
     *,
     calibration: Calibration,
     images: int,
-    batch_size: int,
 ) -> Sureness | None:
     """How sure the answers of `backbone` are; `None` if the data hold no images out.
 
@@ -265,7 +263,7 @@ def _sureness(
     split = limited_test(split.dataset, limit=images)
     fitted = replace(fitted, splits={_HELD_OUT: split})
     logits, labels = answers_by_blocks(
-        backbone, _batches(backbone, fitted, _HELD_OUT, batch_size), permutations=permutations
+        backbone, _batches(backbone, fitted, _HELD_OUT), permutations=permutations
     )
     many = np.tile(labels, len(permutations))
     fits = []
@@ -276,7 +274,7 @@ def _sureness(
     least = useful_blocks(calibration)
     chances = chances_of(logits, temperatures)
     confidence = default_confidence(chances, right, least=least)
-    test_batches = _batches(backbone, tested, _TEST, batch_size)
+    test_batches = _batches(backbone, tested, _TEST)
     logits, labels = answers_by_blocks(backbone, test_batches, permutations=permutations)
     right = logits.argmax(axis=-1) == labels
     chances = chances_of(logits, temperatures)

@@ -72,13 +72,13 @@ class _Sent:
 @dataclass(eq=False, slots=True)
 class ConnectedHost:
     """A host that is connected. `hello`: what it said of itself; `assigned`: blocks to hold;
-    `ready`: those that it has loaded, with its seconds for one image; `draining`: it leaves."""
+    `ready`: those that it has loaded; `draining`: it leaves."""
 
     name: str
     hello: Mapping[str, Any]
     connection: HostConnection
     assigned: frozenset[int] = frozenset()
-    ready: dict[int, float] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
     draining: bool = False
     sent: dict[int, _Sent] = field(default_factory=dict)
 
@@ -172,7 +172,7 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
         """Tell a host which blocks to hold from now on."""
         host = self._hosts[name]
         host.assigned = frozenset(blocks)
-        host.ready = {block: s for block, s in host.ready.items() if block in host.assigned}
+        host.ready &= host.assigned
         entries = [self._model.entry(block) for block in sorted(host.assigned)]
         self._send(host, wire.text_of("assign", blocks=entries))
 
@@ -281,7 +281,7 @@ class ConnectedHosts(Mapping[str, ConnectedHost]):
                 watcher.failed(host, block, why=printable(message["why"]))
             return
         again = block in host.ready
-        host.ready[block] = message["seconds"]
+        host.ready.add(block)
         if watcher is not None and not again:
             watcher.loaded(host, block)
 
