@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -242,11 +243,30 @@ def test_a_model_of_an_earlier_version_has_none(tmp_path: Path) -> None:
     assert fixed_of(ls.load(tmp_path / "model")) == (0, 0)
 
 
+def test_a_model_of_0_2_0_is_loaded(tmp_path: Path) -> None:
+    """Its metadata held what config.json has as well."""
+    model = FAMILIES["timm-vit"].wrapped()
+    ls.save(model, tmp_path / "model")
+    path = tmp_path / "model" / "layershuffle.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "model_args": {"depth": 4}}))
+    assert torch.equal(ls.load(tmp_path / "model")(images(1)), model(images(1)))
+
+
 @pytest.mark.parametrize(
     ("blocks", "fixed"), [("0,2,1,3", (1, 1)), ("0,1,2", (0, 0)), ("0,2,3", (0, 0))]
 )
 def test_a_shorter_model_keeps_them_where_it_has_them(blocks: str, fixed: tuple[int, int]) -> None:
     assert fixed_of(truncate(with_ends(1, 1), blocks)) == fixed
+
+
+def test_a_shorter_model_says_that_its_ends_are_drawn_now(caplog: pytest.LogCaptureFixture) -> None:
+    truncate(with_ends(1, 1), "0,2,1,3")
+    truncate(FAMILIES["timm-vit"].wrapped(), "0")
+    assert caplog.records == []
+    truncate(with_ends(1, 1), "0,2,3")
+    (record,) = caplog.records
+    assert "all of them are drawn" in record.getMessage()
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -232,10 +232,12 @@ def test_a_whole_model_in_one_order(tmp_path: Path) -> None:
 # --- graphs ---------------------------------------------------------------------------------------
 
 
-def exported(model: nn.Module, out: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The manifest of a model that no spec builds."""
+def exported(
+    model: nn.Module, out: Path, monkeypatch: pytest.MonkeyPatch, *, directory: Path | None = None
+) -> dict[str, Any]:
+    """The manifest of a model that no spec builds, whose files are in `directory`."""
     monkeypatch.setattr(folder, "load", lambda spec: ls.load(spec) if ":/" in spec else model)
-    monkeypatch.setattr(folder, "own_directory", lambda _: None)
+    monkeypatch.setattr(folder, "own_directory", lambda _: directory)
     return export_model("mine", out)
 
 
@@ -386,12 +388,21 @@ def test_a_calibration_stays_where_the_same_model_is_exported_again(
     (out / CALIBRATION).write_text(measured)
     exported(model, out, monkeypatch)
     assert (out / CALIBRATION).read_text() == measured
-    for other in ('{"weights": "of another"}', "[]", ""):
-        (out / CALIBRATION).write_text(other)
-        (out / MANIFEST).write_text(json.dumps({"files": {}}))
-        with refuses(UsageError):
-            exported(model, out, monkeypatch)
-        assert (out / CALIBRATION).read_text() == other
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / CALIBRATION).write_text("beside the model")
+    for directory in (None, own):
+        for other in ('{"weights": "of another"}', "[]", ""):
+            (out / CALIBRATION).write_text(other)
+            with refuses(UsageError, out / CALIBRATION):
+                exported(model, out, monkeypatch, directory=directory)
+            assert (out / CALIBRATION).read_text() == other
+    # What an export copied is there again.
+    (out / CALIBRATION).unlink()
+    for text in ("beside the model", "measured anew"):
+        (own / CALIBRATION).write_text(text)
+        exported(model, out, monkeypatch, directory=own)
+        assert (out / CALIBRATION).read_text() == text
 
 
 def test_files_can_only_be_run(shipped: Path, tmp_path: Path) -> None:

@@ -189,6 +189,11 @@ def test_finished_runs_had_the_defaults_of_today(plan, tmp_path):
     other = {run.name: {"settings": {**settings, "fixed": [1, 1]}}}
     with refuses(UsageError, tmp_path):
         check_defaults(plan, other, place=tmp_path)
+    # Nothing is added to an arm whose runs are all done, and 0.2.0 did not write such values.
+    done = {each.name: {"settings": other[run.name]["settings"]} for each in plan.runs}
+    check_defaults(plan, done, place=tmp_path)
+    before = {run.name: {"settings": {**settings, "branch_scale": None, "fixed": None}}}
+    check_defaults(plan, before, place=tmp_path)
 
 
 def test_work_is_counted(plan):

@@ -259,8 +259,15 @@ def test_the_operator_commands_the_swarm(tmp_path, capsys):
         readmit = ["swarm", "readmit", "host-1", "--address", operator.url]
         assert run(capsys, *readmit, "--state", str(tmp_path / "s"))[0] == 0
         condition_until(coordinator, "host-1", "healthy")
-        with refuses(UsageError, "--address"):
-            find_operator(str(tmp_path / "s"), address="http://192.0.2.1:8000")
+        port = operator.url.rpartition(":")[2]
+        for other in ("http://192.0.2.1:8000", f"http://192.0.2.1:{port}", "http://[::1"):
+            with refuses(UsageError, "--address"):
+                find_operator(str(tmp_path / "s"), address=other)
+        with closing(find_operator(str(tmp_path / "s"), address=f"http://localhost:{port}/")):
+            pass
+        for broken in (f"127.0.0.1:{port}", "gateway", "http://", "http://[::1"):
+            with refuses(UsageError, "--address"):
+                Operator(broken, key="a-key-of-some-length")
         key = tmp_path / "operator-key"
         key.touch(mode=0o600)
         key.write_text("another-key-of-some-length")

@@ -243,6 +243,16 @@ def test_frozen_blocks_are_not_scaled(tmp_path):
             assert torch.equal(trained[name], begun[name])
 
 
+def test_frozen_blocks_that_are_tied_are_not_scaled(tmp_path):
+    """Both drawn blocks have the weights of the first of them."""
+    run = {"method": "anyorder", "distinct": 1, "steps": 1, "freeze": ["blocks.1"]}
+    fit(settings(**run), tmp_path)
+    begun, trained = ls.load(MODEL, seed=5).state_dict(), weights(tmp_path)
+    for place in (1, 2):
+        name = f"blocks.{place}.mlp.fc2.weight"
+        assert torch.equal(trained[name], begun["blocks.1.mlp.fc2.weight"])
+
+
 def test_a_loss_that_is_not_finite(tmp_path):
     out = tmp_path / "run"
     with refuses(TrainingError):

@@ -178,7 +178,14 @@ class Subject:
         if name == "test":
             return self.data.splits[name]
         # Opened only if needed, because most analyses use no training images.
-        split = _open(self.data.spec, self.model, self.settings, train=True).splits[name]
+        split = _open(self.data.spec, self.model, self.settings, train=True).splits.get(name)
+        if split is None:
+            raise DataError(
+                "The model held no images out of its training (paper_protocol), and this analysis "
+                "learns from such images",
+                place=self.spec,
+                hint="analyse a model that was trained with --holdout",
+            )
         return limited_test(split.dataset, limit=self.settings.max_images)
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:

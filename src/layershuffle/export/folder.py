@@ -166,26 +166,40 @@ def _calibration_of(model: nn.Module, spec: str, out: Path) -> bytes | None:
     """The calibration for the export of `model`: that beside it, or else one that was measured on
     an export of these weights in `out`.
 
-    Raises `UsageError` for one in `out` of other weights, which would be lost.
+    Raises `UsageError` for one that was measured in `out` on other weights, which would be lost.
     """
+    measured = _measured_in(out)
+    if measured is not None and not _is_of(measured, weights_digest(model)):
+        raise UsageError(
+            "Writing here would delete a calibration of another model",
+            place=out / CALIBRATION,
+            hint="name another place, or delete it",
+        )
     directory = own_directory(spec)
     if directory is not None and (directory / CALIBRATION).is_file():
         return (directory / CALIBRATION).read_bytes()
-    path = out / CALIBRATION
-    if not path.is_file():
+    return measured
+
+
+def _measured_in(out: Path) -> bytes | None:
+    """The calibration in `out`, unless an export copied it there, as its manifest says."""
+    if not (out / CALIBRATION).is_file():
         return None
-    content = path.read_bytes()
+    content = (out / CALIBRATION).read_bytes()
     try:
-        is_of_model = json.loads(content)["weights"] == weights_digest(model)
+        files = json.loads((out / MANIFEST).read_text(encoding="utf-8"))["files"]
+        is_copy = files[CALIBRATION]["sha256"] == hashlib.sha256(content).hexdigest()
+    except (OSError, ValueError, KeyError, TypeError):
+        is_copy = False
+    return None if is_copy else content
+
+
+def _is_of(calibration: bytes, weights: str) -> bool:
+    """Whether it was measured on the weights of this digest."""
+    try:
+        return bool(json.loads(calibration)["weights"] == weights)
     except (ValueError, KeyError, TypeError):
-        is_of_model = False
-    if not is_of_model:
-        raise UsageError(
-            "Writing here would delete a calibration of another model",
-            place=path,
-            hint="name another place, or delete it",
-        )
-    return content
+        return False
 
 
 def _opened(spec: str, out: Path, *, ours: Sequence[str] = ()) -> nn.Module:

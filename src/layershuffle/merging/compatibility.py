@@ -138,7 +138,8 @@ def shared_record(donors: Sequence[nn.Module]) -> dict[str, Any]:
     if all("holdout" in training for training in trainings):
         # Held-out parts of the same data contain each other.
         settings["holdout"] = min(training["holdout"] for training in trainings)
-        settings["paper_protocol"] = any(each.get("paper_protocol") for each in trainings)
+    if any(training.get("paper_protocol") for training in trainings):
+        settings["paper_protocol"] = True
     if settings:
         entries["settings"] = settings
     entries["provenance"] = shared(provenances, ("base", "base_sha256", "blocks_of_base", "data"))

@@ -56,6 +56,7 @@ class ModelMetadata(ModelRecord):
     schema_: Literal[1] = Field(alias="schema")
     library: LibraryName
     name: str
+    model_args: Json | None = None  # of 0.2.0; config.json has them
     num_classes: Annotated[int, Field(ge=0)]
     depth: Annotated[int, Field(ge=1)]
     blocks: str

@@ -241,7 +241,7 @@ def truncate(model: nn.Module, blocks: ExecutionOrder | str | Sequence[int]) -> 
         _replace_parts(stack, before)
         raise
     ends = stack.fixed
-    if not order.keeps_ends(ends) or sum(ends) + 2 > len(order):
+    if any(ends) and (not order.keeps_ends(ends) or sum(ends) + 2 > len(order)):
         stack.fixed = (0, 0)
         LOG.warning(
             "The blocks %s do not keep the ends %d,%d of the model and two others between them, so "

@@ -175,9 +175,7 @@ def run_study(
     tasks = plan.tasks
     with writing(out):
         check_plan(study, out)  # another process may have begun a study meanwhile
-        facts = read_facts(out)
-        if not all(task.is_done(facts) for task in tasks):
-            check_defaults(plan, facts, place=out / TASKS_FILE)
+        check_defaults(plan, read_facts(out), place=out / TASKS_FILE)
         try_again(tasks, out)
         write_plan(study, out)
     with stop_signals() as stop:

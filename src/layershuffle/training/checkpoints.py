@@ -104,6 +104,10 @@ def check_data(job: Job) -> None:
 
 def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
     stored = read_recipe(path)
+    if (
+        stored.get("branch_scale") is None
+    ):  # of a version that did not write the method's own values
+        stored = FitSettings(**stored).resolved()
     resolved = settings.resolved()
     differing = []
     for name in sorted(stored.keys() | resolved.keys()):

@@ -15,6 +15,7 @@ from layershuffle.core.compiling import BlockCompiler
 from layershuffle.core.methods import Method
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import depth_of, stack_of
+from layershuffle.core.tying import tie
 from layershuffle.data import DataOptions, ImageData, Split, open_data
 from layershuffle.data.loading import loader_processes
 from layershuffle.data.splits import DeviceBatches
@@ -211,9 +212,12 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     notes += _of_other_ends(ends_before, method.fixed)
     method, notes_on_start = _started(method, backbone)
     data = replace(data, notes=(*data.notes, *notes, *notes_on_start))
-    freeze(backbone, settings.freeze)  # so that `prepare` leaves these weights as they are
+    if method.distinct is not None:
+        # Before some are frozen, because tied blocks have the weights of one of them.
+        stack_of(backbone).fixed = method.fixed
+        tie(backbone, distinct=method.distinct)
+    freeze(backbone, settings.freeze)  # before `prepare`, which leaves these weights as they are
     model = method.prepare(backbone, blank_images(backbone, 1))
-    freeze(backbone, settings.freeze)  # again, because tied blocks share their weights only now
     return Job(
         settings=settings,
         ranks=ranks,

@@ -40,7 +40,7 @@ RETURN_SECONDS = 5.0
 """Seconds after which a gateway that a service manager starts again has its hosts back."""
 SHORTEST_KEY = 16
 """Signs of a key or a token: shorter ones can be guessed."""
-_MAX_DIGITS = 18  # of a Content-Length that are read
+MAX_DIGITS = 18  # of a Content-Length that are read
 _IPV6_PREFIX = 64  # one client may use every address below such a prefix
 _T = TypeVar("_T")
 
@@ -345,7 +345,7 @@ class Admission:
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "The body is not an image alone", hint=BODY_HINT
             )
         announced = request.headers.get("content-length", "")
-        self._check_size(int(announced[:_MAX_DIGITS]) if announced.isdecimal() else 0)
+        self._check_size(int(announced[:MAX_DIGITS]) if announced.isdecimal() else 0)
         seconds = self.limits.body_ms / 1000
         body = bytearray()
         try:

@@ -33,7 +33,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layershuffle.gateway.hosts.connections import ConnectedHosts, HostConnection
 from layershuffle.gateway.hosts.places import Places
-from layershuffle.gateway.http.admission import GatewayLimits, client_name
+from layershuffle.gateway.http.admission import MAX_DIGITS, GatewayLimits, client_name
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 
 _KEEP = 10  # seconds; longer than the 5 s after which httpx drops an idle connection itself
@@ -45,8 +45,9 @@ _QUIET = 1.0  # seconds between two lines of the log on descriptors that are use
 _PAUSE = 0.005  # seconds
 _PROXY = "a proxy"  # the name of all that are trusted
 _AT_ONCE = 16  # connections that are accepted before what others sent is read
-# Bytes that all connections read in one turn of the loop, and each of them at least. asyncio reads
-# 256 KiB at once, which took h11 0.7 s where each chunk of a body had one byte.
+# Bytes that all connections read in one turn of the loop, and each of them at least, but for bodies
+# whose length is known. asyncio reads 256 KiB at once, which took h11 0.7 s where each chunk of a
+# body had one byte.
 _READ = 1 << 13
 _LEAST_READ = 1 << 7
 _AMBIGUOUS = json.dumps(
@@ -167,7 +168,8 @@ class GatewaySocket(socket.socket):
     handshakes do as well. Those of `trusted` proxies count in the total alone.
 
     What the connections read in one turn of the event loop is bounded, too, because a stranger's
-    bytes may be dear: each byte of a body can be a chunk of its own.
+    bytes may be dear: each byte of a body can be a chunk of its own. Bodies with a Content-Length
+    are cheap, and are read as they come.
 
     Raises `UsageError` for a proxy that is no address or network, and `LayerShuffleError` if it
     cannot listen on the address.
@@ -196,6 +198,7 @@ class GatewaySocket(socket.socket):
         self._accepted_at_once = 0
         self._reads = 0
         self._reads_before = 0
+        self._left = _READ
         self._spare: int | None = None
         self._last_complaint = -math.inf
         try:
@@ -267,13 +270,17 @@ class GatewaySocket(socket.socket):
         self._accepted_at_once = 0
         self._reads_before = self._reads
         self._reads = 0
+        self._left = _READ
 
     def _share(self) -> int:
         """The bytes that one more connection may read in this turn of the event loop."""
         self._note_turn()
         self._reads += 1
-        # As many will read as did before, if the turn has just begun.
-        return max(_LEAST_READ, _READ // max(self._reads, self._reads_before))
+        # As many will read as did before.
+        even = _READ // max(self._reads, self._reads_before)
+        share = max(_LEAST_READ, min(even, self._left))
+        self._left -= share
+        return share
 
     def _is_trusted(self, address: str) -> bool:
         """Whether this is a proxy, whose connections are those of many clients."""
@@ -385,9 +392,11 @@ class GatewaySocket(socket.socket):
                 return message
 
             connection.silence_start = None
+            connection.announced = _announced(scope)
             try:
                 await app(scope, receive_noted, send_noted)
             finally:
+                connection.announced = 0
                 connection.silence_start = asyncio.get_running_loop().time()
 
         return noted
@@ -419,7 +428,8 @@ class Accepted(socket.socket):
     While it waits for its client to ask or to take an answer, `silence_start` is the time of the
     event loop, in seconds, at which the wait began; otherwise it is `None`. `client` is `None` once
     it counts among those of its client no longer. `share()` are the bytes that it may read now,
-    until it is `kept`, as that of a host. `closed` is called once the connection is closed.
+    but for those that its request has `announced`, and until it is `kept`, as that of a host.
+    `closed` is called once the connection is closed.
     """
 
     def __init__(
@@ -435,20 +445,25 @@ class Accepted(socket.socket):
         self.address = address
         self.client: str | None = client
         self.silence_start: float | None = asyncio.get_running_loop().time()
+        self.announced = 0
         self.kept = False
         self._share = share
         self._when_closed = closed
 
     def recv(self, bufsize: int, *flags: int) -> bytes:
         """What has come, and of a stranger at most the share of this turn."""
-        return super().recv(self._most(bufsize), *flags)
+        content = super().recv(self._most(bufsize), *flags)
+        self.announced = max(0, self.announced - len(content))
+        return content
 
     def recv_into(self, buffer: Any, nbytes: int = 0, *flags: int) -> int:
         """The same, as asyncio reads with TLS."""
-        return super().recv_into(buffer, self._most(nbytes or len(buffer)), *flags)
+        count = super().recv_into(buffer, self._most(nbytes or len(buffer)), *flags)
+        self.announced = max(0, self.announced - count)
+        return count
 
     def _most(self, size: int) -> int:
-        return size if self.kept else min(size, self._share())
+        return size if self.kept else min(size, self.announced or self._share())
 
     def close(self) -> None:
         """Close it for the server, and report that."""
@@ -459,6 +474,14 @@ class Accepted(socket.socket):
         """End it below the server, which sees its client leave; an unread answer is lost."""
         with suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
+
+
+def _announced(scope: Scope) -> int:
+    """The length of the body of a request, 0 if it is sent in chunks or not at all."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value[:MAX_DIGITS])
+    return 0
 
 
 def _is_ambiguous(scope: Scope) -> bool:

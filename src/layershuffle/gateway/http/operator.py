@@ -24,7 +24,7 @@ from starlette.requests import Request
 from layershuffle.gateway.http.admission import Keys
 from layershuffle.gateway.http.answers import ErrorAnswer
 from layershuffle.gateway.http.errors import HTTPError
-from layershuffle.gateway.http.secrets import client_context, pinned, read_secret
+from layershuffle.gateway.http.secrets import client_context, is_loopback, pinned, read_secret
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 from layershuffle.ground.files import explained, user_path, write_bytes
 from layershuffle.ground.text import one_line
@@ -184,11 +184,9 @@ class Operator:
                 verify=True if tls is None else tls,
             )
         except httpx.InvalidURL as error:
-            raise UsageError(
-                f"{url!r} is not the address of a gateway ({error})",
-                place="--address",
-                hint="write for example https://10.0.0.1:8000",
-            ) from error
+            raise _no_address(url) from error
+        if self._http.base_url.scheme not in ("http", "https") or not self._http.base_url.host:
+            raise _no_address(url)
 
     def close(self) -> None:
         """Close the connection."""
@@ -242,7 +240,7 @@ def find_operator(
         key = read_secret(key_file, what="operator key", hint="put the key into it").strip()
         return Operator(address, key=key, tls=tls)
     facts = published(state)
-    if address is not None and address.rstrip("/") != facts["url"]:
+    if address is not None and not _is_own(address, facts["url"]):
         raise UsageError(
             f"The operator's key of {address} is not known here: the gateway of this machine is "
             f"{facts['url']}",
@@ -252,6 +250,26 @@ def find_operator(
     if tls is None and "certificate" in facts:
         tls = pinned(Path(facts["certificate"]))
     return Operator(facts["url"], key=facts["key"], tls=tls)
+
+
+def _no_address(url: str) -> UsageError:
+    return UsageError(
+        f"{url!r} is not the address of a gateway",
+        place="--address",
+        hint="write for example https://10.0.0.1:8000",
+    )
+
+
+def _is_own(address: str, own: str) -> bool:
+    """Whether `address` leads to the gateway of this machine, which published `own`: it may name
+    the machine in another way."""
+    try:
+        asked = httpx.URL(address)
+    except httpx.InvalidURL as error:
+        raise _no_address(address) from error
+    known = httpx.URL(own)
+    same_machine = asked.host == known.host or is_loopback(asked.host)
+    return same_machine and asked.port == known.port
 
 
 def published(state: str | None = None) -> dict[str, Any]:
