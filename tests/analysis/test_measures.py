@@ -14,32 +14,18 @@ from subjects import subject_of
 from torch.utils.data import TensorDataset
 
 import layershuffle as ls
-from common import (
-    CLASSES,
-    DEPTH,
-    DIGITS_VIT,
-    FAMILIES,
-    HEADS,
-    PERMUTED,
-    SIZE,
-    assert_close,
-    images,
-    logits_of,
-)
+from common import CLASSES, DEPTH, FAMILIES, HEADS, PERMUTED, SIZE, assert_close, images, logits_of
 from layershuffle.analysis import attention, attribution, leave_one_out, norms, position, umap
 from layershuffle.analysis.attention import AttentionWatch
 from layershuffle.analysis.features import pooled
 from layershuffle.analysis.norms import BranchWatch
 from layershuffle.analysis.position_table import grid
-from layershuffle.analysis.settings import AnalysisSettings
-from layershuffle.analysis.subject import DoesNotApply, Subject, open_subject
+from layershuffle.analysis.subject import DoesNotApply, Subject
 from layershuffle.core.orders import ExecutionOrder
 from layershuffle.core.stack import blocks_of, running, with_hooks
 from layershuffle.data import Split
-from layershuffle.ground.errors import DataError, UsageError
-from layershuffle.ground.text import unheard
+from layershuffle.ground.errors import UsageError
 from layershuffle.models.stem_head import run_stem
-from pictures import noise
 from refusals import refuses
 
 ORDER = ExecutionOrder(PERMUTED, DEPTH)
@@ -355,28 +341,3 @@ def test_accuracies_against_loops(predicting):
     outputs = grid(table[table.source == "probe on the block's output"], "accuracy")
     for at in range(DEPTH):
         assert outputs[block, at] == pytest.approx(100 * (guesses == truth)[truth == at].mean())
-
-
-@pytest.mark.parametrize("held_out", [True, False])
-def test_what_a_model_was_trained_on_is_not_taken_for_held_out(tmp_path, held_out):
-    for split, count in (("train", 20), ("val", 2)):
-        for label in ("cat", "dog"):
-            place = tmp_path / "images" / split / label
-            place.mkdir(parents=True)
-            for index in range(count):
-                noise(index + 100 * count).save(place / f"{index}.png")
-    record = {"settings": {"holdout": 0.1, "paper_protocol": not held_out}}
-    ls.save(ls.load(DIGITS_VIT), tmp_path / "model", record=record)
-    subject = open_subject(
-        str(tmp_path / "model"),
-        f"folder:{tmp_path / 'images'}",
-        settings=AnalysisSettings(batch_size=4),
-        device="cpu",
-        progress=unheard,
-    )
-    if held_out:
-        held = [len(batch.images) for batch in subject.batches(split="holdout")]
-        assert sum(held) == 2 * round(0.1 * 20)
-    else:
-        with refuses(DataError, str(tmp_path / "model")):
-            next(subject.batches(split="holdout"))

@@ -178,14 +178,7 @@ class Subject:
         if name == "test":
             return self.data.splits[name]
         # Opened only if needed, because most analyses use no training images.
-        split = _open(self.data.spec, self.model, self.settings, train=True).splits.get(name)
-        if split is None:
-            raise DataError(
-                "The model held no images out of its training (paper_protocol), and this analysis "
-                "learns from such images",
-                place=self.spec,
-                hint="analyse a model that was trained with --holdout",
-            )
+        split = _open(self.data.spec, self.model, self.settings, train=True).splits[name]
         return limited_test(split.dataset, limit=self.settings.max_images)
 
     def _loader(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
@@ -218,11 +211,9 @@ def open_subject(
 
 
 def _open(spec: str, model: nn.Module, settings: AnalysisSettings, *, train: bool) -> ImageData:
-    run = training_settings(backbone_of(model))
-    share = run.get("holdout", DataOptions.holdout)
     options = DataOptions(
         train=train,
-        holdout=None if run.get("paper_protocol") else share,
+        holdout=training_settings(backbone_of(model)).get("holdout", DataOptions.holdout),
         max_test=settings.max_images,
         skip_corrupt=settings.skip_corrupt,
     )
