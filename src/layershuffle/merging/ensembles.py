@@ -109,13 +109,8 @@ def evaluate_ensembles(
     for depth, fixed in zip(depths, ends, strict=True):
         drawn = drawn or mode.is_drawn(depth, fixed=fixed)
     same = any(kind == "same" for _, kind in variants)
-    if same and drawn and len({*zip(depths, ends, strict=True)}) > 1:
-        shapes = [f"{depth} with ends {fixed}" for depth, fixed in zip(depths, ends, strict=True)]
-        raise UsageError(
-            "The members cannot run in the same orders: their numbers of blocks, or those that "
-            f"keep their place, differ ({', '.join(shapes)})",
-            hint="let each draw its own: orders='independent', --ensemble-orders independent",
-        )
+    if same and drawn:
+        _refuse_other_shapes(list(zip(depths, ends, strict=True)))
     draws = num_orders if drawn else 1
     per_batch = draw == "batch" and drawn
 
@@ -171,6 +166,17 @@ def evaluate_ensembles(
             )
             scores[combine, kind].append(score)
     return scores
+
+
+def _refuse_other_shapes(shapes: Sequence[tuple[int, tuple[int, int]]]) -> None:
+    """Raises `UsageError` unless all members have one number of blocks and the same ends."""
+    if len(set(shapes)) > 1:
+        texts = [f"{depth} with ends {fixed}" for depth, fixed in shapes]
+        raise UsageError(
+            "The members cannot run in the same orders: their numbers of blocks, or those that "
+            f"keep their place, differ ({', '.join(texts)})",
+            hint="let each draw its own: orders='independent', --ensemble-orders independent",
+        )
 
 
 def _all_logits(

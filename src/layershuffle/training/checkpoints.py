@@ -104,9 +104,8 @@ def check_data(job: Job) -> None:
 
 def _refuse_other_settings(path: Path, settings: FitSettings) -> None:
     stored = read_recipe(path)
-    if (
-        stored.get("branch_scale") is None
-    ):  # of a version that did not write the method's own values
+    # 0.2.0 did not write the values that a method has of its own.
+    if stored.get("branch_scale") is None:
         stored = FitSettings(**stored).resolved()
     resolved = settings.resolved()
     differing = []

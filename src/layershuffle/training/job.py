@@ -212,11 +212,8 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
     notes += _of_other_ends(ends_before, method.fixed)
     method, notes_on_start = _started(method, backbone)
     data = replace(data, notes=(*data.notes, *notes, *notes_on_start))
-    if method.distinct is not None:
-        # Before some are frozen, because tied blocks have the weights of one of them.
-        stack_of(backbone).fixed = method.fixed
-        tie(backbone, distinct=method.distinct)
-    freeze(backbone, settings.freeze)  # before `prepare`, which leaves these weights as they are
+    if settings.freeze:
+        _freeze(backbone, settings, method=method)
     model = method.prepare(backbone, blank_images(backbone, 1))
     return Job(
         settings=settings,
@@ -239,6 +236,15 @@ def prepare(settings: FitSettings, out: Path, *, ranks: Ranks) -> Job:
         origin=origin,
         untouched=untouched,
     )
+
+
+def _freeze(backbone: nn.Module, settings: FitSettings, *, method: Method) -> None:
+    """Freeze parts of `backbone`, whose weights `Method.prepare` then leaves as they are."""
+    if method.distinct is not None:
+        # First, because tied blocks have the weights of one of them; `prepare` changes no more.
+        stack_of(backbone).fixed = method.fixed
+        tie(backbone, distinct=method.distinct)
+    freeze(backbone, settings.freeze)
 
 
 def _why_eager(settings: FitSettings, device: str) -> str | None:

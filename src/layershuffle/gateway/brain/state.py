@@ -280,9 +280,9 @@ def _times_with(host: HostState, hop: Visited, *, limits: Limits) -> tuple[float
     """The averages `compute`, `link` and `batch` with the hop's times."""
     weight = limits.average_weight
     beyond = max(0.0, hop.ms - hop.compute_ms - hop.queue_ms) / 1000
-    link = _averaged(host.link, beyond, weight=weight)
-    compute = _averaged(host.compute, hop.compute_ms / 1000 / hop.batch, weight=weight)
-    return compute, link, _averaged(host.batch, hop.batch, weight=weight)
+    link = averaged(host.link, beyond, weight=weight)
+    compute = averaged(host.compute, hop.compute_ms / 1000 / hop.batch, weight=weight)
+    return compute, link, averaged(host.batch, hop.batch, weight=weight)
 
 
 def failed(host: HostState, hop: Visited, *, now: float, limits: Limits) -> HostState:
@@ -371,5 +371,6 @@ def draining(host: HostState) -> HostState:
     return host._replace(condition="draining", why="it is leaving")
 
 
-def _averaged(before: float | None, new: float, *, weight: float) -> float:
+def averaged(before: float | None, new: float, *, weight: float) -> float:
+    """An average with a `new` value, which counts with `weight`; the first one counts whole."""
     return new if before is None else (1 - weight) * before + weight * new

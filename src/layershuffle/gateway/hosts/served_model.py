@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from layershuffle.gateway.brain.assignment import BlockFile
 from layershuffle.gateway.brain.policy import Route, probabilities
-from layershuffle.gateway.brain.state import State
+from layershuffle.gateway.brain.state import State, averaged
 from layershuffle.gateway.calibration.calibration import (
     Calibration,
     read_calibration,
@@ -261,7 +261,7 @@ class _Timed:
         begun = time.perf_counter()
         out = part(values)
         seconds = time.perf_counter() - begun
-        self.seconds = (1 - _WEIGHT) * self.seconds + _WEIGHT * seconds if self.seconds else seconds
+        self.seconds = averaged(self.seconds or None, seconds, weight=_WEIGHT)
         return out
 
     async def result(self, part: Callable[[State], State], values: State) -> State:

@@ -22,6 +22,7 @@ from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from layershuffle.gateway.brain.limits import Milliseconds
@@ -40,7 +41,7 @@ RETURN_SECONDS = 5.0
 """Seconds after which a gateway that a service manager starts again has its hosts back."""
 SHORTEST_KEY = 16
 """Signs of a key or a token: shorter ones can be guessed."""
-MAX_DIGITS = 18  # of a Content-Length that are read
+_MAX_DIGITS = 18  # of a Content-Length that are read
 _IPV6_PREFIX = 64  # one client may use every address below such a prefix
 _T = TypeVar("_T")
 
@@ -137,6 +138,12 @@ class Keys:
         matches = [hmac.compare_digest(digest, valid) for valid in self._digests]
         if not any(matches):
             raise HTTPError(HTTPStatus.UNAUTHORIZED, cause, hint=hint)
+
+
+def announced_length(headers: Headers) -> int:
+    """The length that a request says its body has, in bytes; 0 if it says none."""
+    text = headers.get("content-length", "")
+    return int(text[:_MAX_DIGITS]) if text.isdecimal() else 0
 
 
 def _checked(key: str, *, place: Path | None = None) -> bytes:
@@ -344,8 +351,7 @@ class Admission:
             raise HTTPError(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "The body is not an image alone", hint=BODY_HINT
             )
-        announced = request.headers.get("content-length", "")
-        self._check_size(int(announced[:MAX_DIGITS]) if announced.isdecimal() else 0)
+        self._check_size(announced_length(request.headers))
         seconds = self.limits.body_ms / 1000
         body = bytearray()
         try:

@@ -28,12 +28,13 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layershuffle.gateway.hosts.connections import ConnectedHosts, HostConnection
 from layershuffle.gateway.hosts.places import Places
-from layershuffle.gateway.http.admission import MAX_DIGITS, GatewayLimits, client_name
+from layershuffle.gateway.http.admission import GatewayLimits, announced_length, client_name
 from layershuffle.ground.errors import LayerShuffleError, UsageError
 
 _KEEP = 10  # seconds; longer than the 5 s after which httpx drops an idle connection itself
@@ -392,7 +393,7 @@ class GatewaySocket(socket.socket):
                 return message
 
             connection.silence_start = None
-            connection.announced = _announced(scope)
+            connection.announced = announced_length(Headers(scope=scope))
             try:
                 await app(scope, receive_noted, send_noted)
             finally:
@@ -474,14 +475,6 @@ class Accepted(socket.socket):
         """End it below the server, which sees its client leave; an unread answer is lost."""
         with suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
-
-
-def _announced(scope: Scope) -> int:
-    """The length of the body of a request, 0 if it is sent in chunks or not at all."""
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            return int(value[:MAX_DIGITS])
-    return 0
 
 
 def _is_ambiguous(scope: Scope) -> bool:
